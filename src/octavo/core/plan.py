@@ -1,0 +1,193 @@
+"""The vocabulary between policy and mechanism: a frozen plan goes down, a result comes back.
+
+Policy makes a `StepPlan`; an executor obeys it and answers with a `StepResult`. A plan holds only
+what changed: rows are persistent on the device, so an unchanged decode batch is described by the
+very `Batch` object of the step before.
+
+An executor obeys the parts of a plan in this order: row inits, table deltas, commands, the
+forward pass over the batch, sampling, fan-outs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.core.sampling_params import SamplingParams
+
+IntArray: TypeAlias = NDArray[np.int32]
+BoolArray: TypeAlias = NDArray[np.bool_]
+
+NULL_BLOCK = 0
+"""Block 0 is never allocated and never released; padding points to it."""
+
+
+def int_array(values: object) -> IntArray:
+    return np.asarray(values, dtype=np.int32)
+
+
+_EMPTY = int_array([])
+_EMPTY.setflags(write=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The rows that run in a step.
+
+    ``rows`` and ``num_scheduled_tokens`` are ``[n]``: row ``rows[i]`` computes that many tokens
+    from its position on. ``samples[i]`` says whether the row catches up with its known tokens, so
+    that a token is sampled from its last one; a prefill chunk that ends earlier samples nothing.
+    ``num_tokens`` is their sum; ``sampled_rows`` is ``rows[samples]``.
+    """
+
+    rows: IntArray
+    num_scheduled_tokens: IntArray
+    samples: BoolArray
+    sampled_rows: IntArray
+    num_tokens: int
+
+    @classmethod
+    def decode(cls, rows: IntArray) -> Batch:
+        """Every row computes one token and samples the next."""
+        ones = np.ones(len(rows), dtype=np.int32)
+        return cls(rows, ones, np.ones(len(rows), dtype=np.bool_), rows, len(rows))
+
+    @classmethod
+    def of(cls, rows: IntArray, num_scheduled_tokens: IntArray, samples: BoolArray) -> Batch:
+        total = int(num_scheduled_tokens.sum())
+        return cls(rows, num_scheduled_tokens, samples, rows[samples], total)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowInit:
+    """A row starts to serve a sequence, new or resumed.
+
+    ``token_ids`` are the tokens known so far; those before ``num_computed_tokens`` are in the KV
+    cache already. ``block_ids`` is the block table. ``seed`` and the index of a token in its
+    sequence are the whole state of its sampling noise, so nothing that happens to the batch can
+    change it.
+    """
+
+    row: int
+    token_ids: IntArray
+    num_computed_tokens: int
+    block_ids: IntArray
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableDeltas:
+    """Block-table entries that changed: ``table[rows[i], indices[i]] = block_ids[i]``."""
+
+    rows: IntArray
+    indices: IntArray
+    block_ids: IntArray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+NO_DELTAS = TableDeltas(_EMPTY, _EMPTY, _EMPTY)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyBlocks:
+    """Copy whole blocks inside the pool before the forward pass; sources and destinations
+    never overlap within one plan."""
+
+    sources: IntArray
+    destinations: IntArray
+
+
+KVCommand: TypeAlias = CopyBlocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FanOut:
+    """One prefill yields the first tokens of several samples.
+
+    The logits of ``source_row`` in this step are sampled once more for each of
+    ``destination_rows``, each with its own parameters and seed. Destination rows are initialised
+    in the same plan with the tokens and the blocks of the source.
+    """
+
+    source_row: int
+    destination_rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """Everything an executor needs for one step."""
+
+    step_id: int
+    batch: Batch
+    row_inits: tuple[RowInit, ...] = ()
+    table_deltas: TableDeltas = NO_DELTAS
+    commands: tuple[KVCommand, ...] = ()
+    fan_outs: tuple[FanOut, ...] = ()
+
+    def sampled_rows(self) -> IntArray:
+        """Rows in the order of `StepResult.token_ids`: the batch's, then the fan-outs'."""
+        rows = self.batch.sampled_rows
+        if not self.fan_outs:
+            return rows
+        fanned = [row for fan_out in self.fan_outs for row in fan_out.destination_rows]
+        return np.concatenate([rows, int_array(fanned)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """``token_ids[i]`` was sampled for ``plan.sampled_rows()[i]``."""
+
+    step_id: int
+    token_ids: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class KVCapacity:
+    """What the workers report once, at start: ids ``0 .. num_blocks - 1``, block 0 included."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """An exact split of the pool, in token slots: the parts sum to ``capacity``.
+
+    ``live`` slots hold a token's keys and values (a shared block counts once), ``cached`` ones
+    hold a prefix that nobody references, ``reserved`` ones are kept for tokens that are known but
+    not computed yet, ``internal_waste`` is the unused rest of allocated blocks, ``external_waste``
+    is free but cannot be allocated, ``free`` is the rest.
+    """
+
+    capacity: int
+    live: int
+    cached: int
+    reserved: int
+    internal_waste: int
+    external_waste: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence got its blocks; its first ``num_cached_tokens`` tokens are computed already."""
+
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What a manager changed since the last plan."""
+
+    commands: tuple[KVCommand, ...] = ()
+    table_deltas: TableDeltas = NO_DELTAS
+
+
+NOTHING_DRAINED = Drained()

@@ -1,0 +1,97 @@
+"""The seams between rooms: what a KV manager and an executor must do. No implementation here."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from octavo.core.plan import (
+    Admission,
+    Drained,
+    IntArray,
+    KVCapacity,
+    KVCommand,
+    KVUsage,
+    StepPlan,
+    StepResult,
+)
+
+
+class KVManager(Protocol):
+    """Decides which blocks hold which tokens. Sequences are named by their row.
+
+    A call that fails changes nothing. Policy reads `writable` directly, so that an unchanged
+    decode batch costs no call a row.
+    """
+
+    @property
+    def writable(self) -> IntArray:
+        """``[max_num_seqs]``: positions below ``writable[row]`` may be written in place."""
+
+    @property
+    def num_free_blocks(self) -> int: ...
+
+    @property
+    def num_usable_blocks(self) -> int: ...
+
+    def can_never_fit(self, num_tokens: int) -> bool:
+        """Whether a sequence of ``num_tokens`` cannot fit in the pool even when it is empty."""
+
+    def admit(self, row: int, token_ids: IntArray, *, reserve: int = 0) -> Admission | None:
+        """Take blocks for all of ``token_ids``, leaving ``reserve`` blocks free.
+
+        None means not now.
+        """
+
+    def grow(self, row: int, num_tokens: int) -> bool:
+        """Make positions below ``num_tokens`` writable; False when blocks are missing."""
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> None:
+        """Let ``child`` share the blocks of the parent's first ``num_tokens`` tokens."""
+
+    def commit(self, rows: IntArray, num_tokens: IntArray) -> None:
+        """``num_tokens[i]`` more tokens of ``rows[i]`` are computed (vectors of one length)."""
+
+    def free(self, row: int) -> None:
+        """Drop the row's references."""
+
+    def block_ids(self, row: int) -> IntArray:
+        """The row's block table, as it is now."""
+
+    def drain(self) -> Drained:
+        """Commands and table changes since the last call. Tables of rows admitted or forked in
+        between are not in it: a `RowInit` carries them whole."""
+
+    def retire(self, commands: tuple[KVCommand, ...]) -> None:
+        """The step that carried ``commands`` has been processed; let go of what they named."""
+
+    def usage(self) -> KVUsage: ...
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant is broken. For tests and debug runs."""
+
+
+class StepError(RuntimeError):
+    """A step failed; its requests fail, the executor stays usable."""
+
+
+class Executor(Protocol):
+    """Obeys plans in the order of their launch and never decides.
+
+    At most ``depth`` launched plans may be outstanding.
+    """
+
+    @property
+    def capacity(self) -> KVCapacity: ...
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a plan. Does not wait for it when steps are pipelined."""
+
+    def collect(self) -> StepResult:
+        """The result of the oldest launched plan, waiting for it.
+
+        Raises:
+            StepError: the step failed.
+        """
+
+    def close(self) -> None:
+        """Stop and release memory. Safe to call twice."""

@@ -1,0 +1,78 @@
+"""Requests, the reasons they end, and the errors that refuse them at the door."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.core.plan import IntArray
+from octavo.core.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended: OpenAI's words, and ``error`` for a step that failed."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestError(ValueError):
+    """The request cannot be served as it is; the message says what to change."""
+
+
+class ContextLengthError(RequestError):
+    """Longer than the model's context or than the whole KV pool."""
+
+
+class QueueFullError(RuntimeError):
+    """Too many requests wait; trying again later helps."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What the engine knows of a client's request.
+
+    ``number`` names it between front end and engine. ``max_tokens`` and ``seed`` are resolved
+    (never None); ``stop_token_ids`` joins the model's end-of-sequence ids, unless ignored, and the
+    client's own.
+    """
+
+    number: int
+    prompt_token_ids: IntArray
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the sequence when it ends by length."""
+        return len(self.prompt_token_ids) + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request ended. ``num_tokens`` were generated, those of this step included."""
+
+    number: int
+    reason: FinishReason
+    num_tokens: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutputs:
+    """What a step brought: ``token_ids[i]`` is the next token of request ``numbers[i]``."""
+
+    numbers: NDArray[np.int64]
+    token_ids: IntArray
+    finished: tuple[Finished, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not len(self.numbers) and not self.finished

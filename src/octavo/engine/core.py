@@ -1,0 +1,56 @@
+"""The step loop: plan, execute, update, pipelined ``depth`` steps deep.
+
+Knows the scheduler and an executor through their seams; knows no text, no sockets and no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from octavo.core.plan import int_array
+from octavo.core.protocols import Executor, StepError
+from octavo.core.request import StepOutputs
+from octavo.scheduling.scheduler import Scheduler
+
+NO_OUTPUTS = StepOutputs(np.zeros(0, dtype=np.int64), int_array([]))
+
+
+class EngineCore:
+    """``depth`` 1 is synchronous; 2 plans step N+1 while step N runs. Both give the same tokens."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int) -> None:
+        if depth not in (1, 2):
+            raise ValueError(f"depth must be 1 (synchronous) or 2 (pipelined), got {depth}")
+        self.scheduler = scheduler
+        self.executor = executor
+        self.depth = depth
+        self._in_flight: deque[int] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> StepOutputs:
+        """Launch what fits in the pipeline, then digest the oldest result.
+
+        A step that fails ends its own requests with an error; the engine goes on.
+        """
+        while len(self._in_flight) < self.depth:
+            plan = self.scheduler.plan()
+            if plan is None:
+                break
+            self.executor.launch(plan)
+            self._in_flight.append(plan.step_id)
+        if not self._in_flight:
+            return NO_OUTPUTS
+        step_id = self._in_flight.popleft()
+        try:
+            result = self.executor.collect()
+        except StepError as error:
+            return self.scheduler.fail(step_id, str(error))
+        return self.scheduler.update(result)
+
+    def close(self) -> None:
+        self.executor.close()

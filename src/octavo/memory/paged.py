@@ -1,0 +1,223 @@
+"""PagedAttention's manager (Kwon et al., SOSP 2023, section 4): block tables over one pool.
+
+It owns the block tables of all rows and decides when a block is taken, shared, copied or given
+back. It does not know which sequence a row serves, nor where the memory is.
+
+A row's table, for a block size of 4 and 10 tokens of which 9 are computed::
+
+    table      [ 7 ][ 3 ][ 12 ]
+    positions  0..3 4..7 8 9 . .      writable = 12: the row may write below it without asking
+                         ↑ known, not computed: reserved; the last two: internal waste
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+
+import numpy as np
+
+from octavo.core.layout import num_blocks_for
+from octavo.core.plan import (
+    NOTHING_DRAINED,
+    Admission,
+    CopyBlocks,
+    Drained,
+    IntArray,
+    KVCommand,
+    KVUsage,
+    TableDeltas,
+    int_array,
+)
+from octavo.memory.block_pool import BlockPool
+
+
+class PagedManager:
+    """Implements `octavo.core.protocols.KVManager`.
+
+    ``num_blocks`` counts the null block; ``max_num_seqs`` is the number of rows.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.writable: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
+        self._num_known: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
+        self._num_computed: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
+        self._tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._copies: list[tuple[int, int]] = []
+        self._deltas: list[tuple[int, int, int]] = []
+        self._retained: Counter[int] = Counter()
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.pool.num_usable
+
+    def can_never_fit(self, num_tokens: int) -> bool:
+        return num_blocks_for(num_tokens, self.block_size) > self.pool.num_usable
+
+    def admit(self, row: int, token_ids: IntArray, *, reserve: int = 0) -> Admission | None:
+        assert not self._tables[row], f"row {row} still owns blocks"
+        num_tokens = len(token_ids)
+        count = num_blocks_for(num_tokens, self.block_size)
+        if count + reserve > self.pool.num_free:
+            return None
+        block_ids = self.pool.try_allocate(count)
+        assert block_ids is not None
+        self._tables[row] = block_ids
+        self.writable[row] = count * self.block_size
+        self._num_known[row] = num_tokens
+        self._num_computed[row] = 0
+        return Admission(num_cached_tokens=0)
+
+    def grow(self, row: int, num_tokens: int) -> bool:
+        writable = int(self.writable[row])
+        if num_tokens <= writable:
+            return True
+        table = self._tables[row]
+        # Copy-on-write: the block that holds position `writable` exists and somebody else reads
+        # it too. The last one left writes in place.
+        index = writable // self.block_size
+        copy = index < len(table) and self.pool.references[table[index]] > 1
+        new = num_blocks_for(num_tokens, self.block_size) - len(table)
+        block_ids = self.pool.try_allocate(max(new, 0) + copy)
+        if block_ids is None:
+            return False
+        if copy:
+            # The row's reference to the source stays until the copy is done (see `retire`).
+            destination = block_ids.pop(0)
+            source = table[index]
+            table[index] = destination
+            self._copies.append((source, destination))
+            self._retained[source] += 1
+            self._deltas.append((row, index, destination))
+        for block_id in block_ids:
+            self._deltas.append((row, len(table), block_id))
+            table.append(block_id)
+        self.writable[row] = len(table) * self.block_size
+        return True
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> None:
+        assert not self._tables[child], f"row {child} still owns blocks"
+        count = num_blocks_for(num_tokens, self.block_size)
+        shared = self._tables[parent][:count]
+        assert len(shared) == count, f"row {parent} has fewer than {num_tokens} tokens"
+        self.pool.share(shared)
+        self._tables[child] = list(shared)
+        self.writable[child] = num_tokens
+        if num_tokens % self.block_size:
+            # The half-full last block is shared now: neither may write it without asking.
+            self.writable[parent] = min(int(self.writable[parent]), num_tokens)
+        self._num_known[parent] = max(int(self._num_known[parent]), num_tokens)
+        self._num_known[child] = num_tokens
+        self._num_computed[child] = min(int(self._num_computed[parent]), num_tokens)
+
+    def commit(self, rows: IntArray, num_tokens: IntArray) -> None:
+        self._num_computed[rows] += num_tokens
+
+    def free(self, row: int) -> None:
+        # Tail first: a block nearer to the sequence's start is reused later.
+        self.pool.release(self._tables[row])
+        self._tables[row] = []
+        self.writable[row] = 0
+        self._num_known[row] = 0
+        self._num_computed[row] = 0
+        if self._deltas:
+            self._deltas = [delta for delta in self._deltas if delta[0] != row]
+        if self._copies:
+            self._cancel_orphaned_copies()
+
+    def _cancel_orphaned_copies(self) -> None:
+        """Forget copies nobody waits for: their destination may get another owner in this plan."""
+        kept = []
+        for source, destination in self._copies:
+            if self.pool.references[destination]:
+                kept.append((source, destination))
+            else:
+                self._retained[source] -= 1
+                self.pool.release([source])
+        self._copies = kept
+
+    def block_ids(self, row: int) -> IntArray:
+        return int_array(self._tables[row])
+
+    def drain(self) -> Drained:
+        if not self._deltas and not self._copies:
+            return NOTHING_DRAINED
+        commands: tuple[KVCommand, ...] = ()
+        if self._copies:
+            pairs = int_array(self._copies)
+            commands = (CopyBlocks(sources=pairs[:, 0], destinations=pairs[:, 1]),)
+        deltas = int_array(self._deltas).reshape(-1, 3)
+        self._copies, self._deltas = [], []
+        return Drained(commands, TableDeltas(deltas[:, 0], deltas[:, 1], deltas[:, 2]))
+
+    def retire(self, commands: tuple[KVCommand, ...]) -> None:
+        for command in commands:
+            sources = command.sources.tolist()
+            self._retained.subtract(sources)
+            self.pool.release(sources)
+
+    def usage(self) -> KVUsage:
+        size = self.block_size
+        live = np.zeros(self.pool.num_blocks, dtype=np.int64)
+        known = np.zeros(self.pool.num_blocks, dtype=np.int64)
+        for row, table in enumerate(self._tables):
+            if not table:
+                continue
+            block_ids = int_array(table)
+            starts = np.arange(len(table), dtype=np.int64) * size
+            computed = int(self._num_computed[row])
+            filled = np.clip(computed - starts, 0, size)
+            wanted = np.clip(max(int(self._num_known[row]), computed) - starts, 0, size)
+            live[block_ids] = np.maximum(live[block_ids], filled)
+            known[block_ids] = np.maximum(known[block_ids], wanted)
+        capacity = self.pool.num_usable * size
+        free = self.pool.num_free * size
+        num_live = int(live.sum())
+        num_reserved = int(known.sum()) - num_live
+        return KVUsage(
+            capacity=capacity,
+            live=num_live,
+            cached=0,
+            reserved=num_reserved,
+            internal_waste=capacity - free - num_live - num_reserved,
+            external_waste=0,
+            free=free,
+        )
+
+    def check(self) -> None:
+        self.pool.check()
+        references = Counter(chain.from_iterable(self._tables))
+        references.update(+self._retained)
+        for block_id, count in enumerate(self.pool.references):
+            assert references[block_id] == count, (
+                f"block {block_id}: {count} references, {references[block_id]} owners"
+            )
+        for row, table in enumerate(self._tables):
+            writable = int(self.writable[row])
+            computed = int(self._num_computed[row])
+            assert computed <= len(table) * self.block_size, f"row {row}: more tokens than blocks"
+            assert writable <= len(table) * self.block_size, f"row {row}: writable beyond blocks"
+            assert len(set(table)) == len(table), f"row {row}: a block appears twice"
+            first = max(int(self._num_known[row]), computed) // self.block_size
+            for index in range(first, num_blocks_for(writable, self.block_size)):
+                owners = self.pool.references[table[index]]
+                assert owners == 1 or writable % self.block_size, (
+                    f"row {row}: may write block {table[index]} which has {owners} references"
+                )
+        usage = self.usage()
+        parts = (
+            usage.live
+            + usage.cached
+            + usage.reserved
+            + usage.internal_waste
+            + usage.external_waste
+            + usage.free
+        )
+        assert parts == usage.capacity, f"usage does not sum to the capacity: {usage}"
+        assert min(usage.internal_waste, usage.reserved) >= 0, f"negative waste: {usage}"

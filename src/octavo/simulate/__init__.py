@@ -1,0 +1,1 @@
+"""The serving policy under a simulated executor."""

@@ -1,0 +1,246 @@
+"""The paged manager: named scenarios of the paper, and a state machine against Python lists."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from toy_executor import as_ids
+
+from octavo.core.plan import CopyBlocks
+from octavo.memory.paged import PagedManager
+
+SIZE = 4
+
+
+def manager(num_blocks: int = 9, rows: int = 4) -> PagedManager:
+    return PagedManager(num_blocks, SIZE, rows)
+
+
+def commit(paged: PagedManager, row: int, count: int) -> None:
+    paged.commit(as_ids([row]), as_ids([count]))
+
+
+def test_blocks_are_taken_lazily() -> None:
+    paged = manager()
+    assert paged.admit(0, as_ids(range(5))) is not None
+    assert paged.num_free_blocks == 8 - 2
+    assert paged.writable[0] == 8
+    assert paged.grow(0, 8)
+    assert paged.num_free_blocks == 6, "the second block has room still"
+    assert paged.grow(0, 9)
+    assert paged.num_free_blocks == 5
+    deltas = paged.drain().table_deltas
+    assert deltas.rows.tolist() == [0]
+    assert deltas.indices.tolist() == [2]
+    assert deltas.block_ids.tolist() == paged.block_ids(0)[2:].tolist()
+    paged.check()
+
+
+def test_a_call_that_fails_changes_nothing() -> None:
+    paged = manager(num_blocks=4)
+    assert paged.admit(0, as_ids(range(8))) is not None
+    assert paged.admit(1, as_ids(range(8))) is None
+    assert paged.admit(1, as_ids(range(4)), reserve=1) is None
+    assert not paged.grow(0, 8 + 2 * SIZE)
+    assert paged.num_free_blocks == 1
+    assert paged.writable[0] == 8
+    assert not len(paged.drain().table_deltas)
+    paged.check()
+
+
+def test_never_is_not_the_same_as_not_now() -> None:
+    paged = manager(num_blocks=4)
+    assert not paged.can_never_fit(3 * SIZE)
+    assert paged.can_never_fit(3 * SIZE + 1)
+
+
+def test_the_first_writer_copies_and_the_last_writes_in_place() -> None:
+    """Two samples share a half-full last block (Kwon et al., figure 8)."""
+    paged = manager()
+    paged.admit(0, as_ids(range(6)))
+    shared = paged.block_ids(0)
+    paged.fork(0, 1, 6)
+    assert paged.block_ids(1).tolist() == shared.tolist()
+    assert paged.writable[:2].tolist() == [6, 6]
+    assert paged.grow(0, 7)
+    (copy,) = paged.drain().commands
+    assert isinstance(copy, CopyBlocks)
+    assert copy.sources.tolist() == [shared[1]]
+    assert copy.destinations.tolist() == [paged.block_ids(0)[1]]
+    paged.retire((copy,))
+    assert paged.grow(1, 7)
+    assert paged.drain().commands == ()
+    assert paged.block_ids(1).tolist() == shared.tolist()
+    paged.check()
+
+
+def test_a_full_last_block_is_shared_without_a_copy() -> None:
+    paged = manager()
+    paged.admit(0, as_ids(range(8)))
+    paged.fork(0, 1, 8)
+    assert paged.grow(0, 9)
+    assert paged.grow(1, 9)
+    drained = paged.drain()
+    assert drained.commands == ()
+    assert drained.table_deltas.indices.tolist() == [2, 2]
+    paged.check()
+
+
+def test_a_copy_source_lives_until_its_step_is_processed() -> None:
+    paged = manager()
+    paged.admit(0, as_ids(range(6)))
+    paged.fork(0, 1, 6)
+    paged.grow(0, 7)
+    commands = paged.drain().commands
+    source = int(commands[0].sources[0])
+    paged.free(1)
+    assert paged.pool.references[source] == 1
+    paged.check()
+    paged.retire(commands)
+    assert paged.pool.references[source] == 0
+    paged.check()
+
+
+def test_a_row_freed_before_its_copy_runs_cancels_the_copy() -> None:
+    paged = manager()
+    paged.admit(0, as_ids(range(6)))
+    paged.fork(0, 1, 6)
+    paged.grow(0, 7)
+    paged.free(0)
+    drained = paged.drain()
+    assert drained.commands == ()
+    assert not len(drained.table_deltas)
+    paged.free(1)
+    assert paged.num_free_blocks == 8
+    paged.check()
+
+
+def test_usage_counts_a_shared_block_once() -> None:
+    paged = manager()
+    paged.admit(0, as_ids(range(6)))
+    usage = paged.usage()
+    assert (usage.live, usage.reserved, usage.internal_waste, usage.free) == (0, 6, 2, 24)
+    commit(paged, 0, 5)
+    usage = paged.usage()
+    assert (usage.live, usage.reserved, usage.internal_waste) == (5, 1, 2)
+    commit(paged, 0, 1)
+    paged.fork(0, 1, 6)
+    usage = paged.usage()
+    assert (usage.live, usage.reserved, usage.internal_waste) == (6, 0, 2)
+    paged.check()
+
+
+class PagedMachine(RuleBasedStateMachine):
+    """Any order of calls; a toy arena replays the commands and every row reads its own tokens."""
+
+    rows = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paged = PagedManager(13, SIZE, self.rows)
+        self.arena = np.full((13, SIZE), -1, dtype=np.int64)
+        self.model: dict[int, list[int]] = {}
+        self.tables: dict[int, dict[int, int]] = {}
+        self.outstanding: list[tuple[CopyBlocks, ...]] = []
+        self.counter = 0
+
+    def fresh(self, count: int) -> list[int]:
+        self.counter += count
+        return list(range(self.counter - count, self.counter))
+
+    def write(self, row: int, start: int) -> None:
+        for position in range(start, len(self.model[row])):
+            block_id = self.tables[row][position // SIZE]
+            assert self.paged.pool.references[block_id] == 1, "a shared block is written"
+            self.arena[block_id, position % SIZE] = self.model[row][position]
+
+    def obey(self) -> None:
+        drained = self.paged.drain()
+        deltas = drained.table_deltas
+        for row, index, block_id in zip(
+            deltas.rows, deltas.indices, deltas.block_ids, strict=True
+        ):
+            self.tables[int(row)][int(index)] = int(block_id)
+        for command in drained.commands:
+            self.arena[command.destinations] = self.arena[command.sources]
+        if drained.commands:
+            self.outstanding.append(drained.commands)
+
+    @precondition(lambda self: len(self.model) < self.rows)
+    @rule(count=st.integers(1, 14), reserve=st.integers(0, 2))
+    def admit(self, count: int, reserve: int) -> None:
+        row = next(r for r in range(self.rows) if r not in self.model)
+        free = self.paged.num_free_blocks
+        tokens = self.fresh(count)
+        admitted = self.paged.admit(row, as_ids(tokens), reserve=reserve)
+        assert (admitted is not None) == (-(-count // SIZE) + reserve <= free)
+        if admitted is not None:
+            self.model[row] = tokens
+            self.tables[row] = dict(enumerate(self.paged.block_ids(row).tolist()))
+            self.obey()
+            self.write(row, 0)
+            commit(self.paged, row, count)
+
+    @precondition(lambda self: bool(self.model))
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def grow(self, data: st.DataObject, count: int) -> None:
+        row = data.draw(st.sampled_from(sorted(self.model)))
+        length = len(self.model[row])
+        before = (self.paged.block_ids(row).tolist(), self.paged.num_free_blocks)
+        if self.paged.grow(row, length + count):
+            self.obey()
+            self.model[row] += self.fresh(count)
+            self.write(row, length)
+            commit(self.paged, row, count)
+        else:
+            assert before == (self.paged.block_ids(row).tolist(), self.paged.num_free_blocks)
+
+    @precondition(lambda self: 0 < len(self.model) < self.rows)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(sorted(self.model)))
+        child = next(r for r in range(self.rows) if r not in self.model)
+        length = len(self.model[parent])
+        self.paged.fork(parent, child, length)
+        self.model[child] = list(self.model[parent])
+        self.tables[child] = dict(enumerate(self.paged.block_ids(child).tolist()))
+
+    @precondition(lambda self: bool(self.model))
+    @rule(data=st.data(), grow_first=st.booleans())
+    def free(self, data: st.DataObject, grow_first: bool) -> None:
+        row = data.draw(st.sampled_from(sorted(self.model)))
+        if grow_first:
+            self.paged.grow(row, len(self.model[row]) + 1)
+        self.paged.free(row)
+        del self.model[row], self.tables[row]
+        self.obey()
+
+    @precondition(lambda self: bool(self.outstanding))
+    @rule()
+    def process_a_step(self) -> None:
+        self.paged.retire(self.outstanding.pop(0))
+
+    @invariant()
+    def every_row_reads_its_own_tokens(self) -> None:
+        self.paged.check()
+        for row, tokens in self.model.items():
+            read = [
+                int(self.arena[self.tables[row][p // SIZE], p % SIZE]) for p in range(len(tokens))
+            ]
+            assert read == tokens
+            assert list(self.tables[row].values()) == self.paged.block_ids(row).tolist()
+
+    def teardown(self) -> None:
+        for row in list(self.model):
+            self.paged.free(row)
+        self.obey()
+        while self.outstanding:
+            self.paged.retire(self.outstanding.pop(0))
+        self.paged.check()
+        assert self.paged.num_free_blocks == self.paged.num_usable_blocks
+
+
+TestPagedMachine = PagedMachine.TestCase
+TestPagedMachine.settings = settings(stateful_step_count=40)

@@ -1,0 +1,87 @@
+"""Builds a scheduler over a toy executor and runs requests to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from toy_executor import ToyExecutor, as_ids
+
+from octavo.core.request import Finished, Request
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.core import EngineCore
+from octavo.memory.paged import PagedManager
+from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
+
+
+def request(
+    number: int,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    seed: int = 0,
+    stops: tuple[int, ...] = (),
+) -> Request:
+    return Request(
+        number=number,
+        prompt_token_ids=as_ids(list(prompt)),
+        params=SamplingParams(max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        seed=seed,
+        stop_token_ids=stops,
+    )
+
+
+class Harness:
+    """An engine core on the toy executor, with every output collected."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 33,
+        block_size: int = 4,
+        max_num_seqs: int = 4,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 256,
+        max_queued_requests: int = 100,
+        depth: int = 1,
+        eager: bool = True,
+    ) -> None:
+        self.manager = PagedManager(num_blocks, block_size, max_num_seqs)
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            max_queued_requests=max_queued_requests,
+        )
+        self.scheduler = Scheduler(config, self.manager)
+        self.executor = ToyExecutor(num_blocks, block_size, max_num_seqs, eager=eager)
+        self.core = EngineCore(self.scheduler, self.executor, depth)
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, Finished] = {}
+
+    def add(self, *requests: Request) -> None:
+        for item in requests:
+            self.scheduler.add(item)
+            self.tokens[item.number] = []
+
+    def step(self) -> None:
+        outputs = self.core.step()
+        for number, token in zip(
+            outputs.numbers.tolist(), outputs.token_ids.tolist(), strict=True
+        ):
+            assert number not in self.finished, "a token after the end"
+            self.tokens[number].append(token)
+        for finished in outputs.finished:
+            assert finished.number not in self.finished, "a request ended twice"
+            assert finished.num_tokens == len(self.tokens[finished.number])
+            self.finished[finished.number] = finished
+        self.scheduler.check()
+
+    def run(self, max_steps: int = 3000) -> None:
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work, "the engine did not finish"
+        assert self.manager.num_free_blocks == self.manager.num_usable_blocks
+        assert self.scheduler.rows.num_used == 0

@@ -1,0 +1,132 @@
+"""An executor whose "model" is a hash of what it reads through the block table.
+
+The arena is a table of Python integers: a row writes its tokens into its blocks and reads its whole
+context back from them, so a wrong table entry, a missed copy or a block reused too early changes
+the tokens that come out. `expected_tokens` says what must come out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+
+import numpy as np
+
+from octavo.core.plan import (
+    NULL_BLOCK,
+    CopyBlocks,
+    IntArray,
+    KVCapacity,
+    StepPlan,
+    StepResult,
+    int_array,
+)
+from octavo.core.protocols import StepError
+
+VOCAB = 97
+
+
+def next_token(context: list[int], seed: int) -> int:
+    data = int_array([*context, seed]).tobytes()
+    return zlib.crc32(data) % VOCAB
+
+
+def expected_tokens(
+    prompt: list[int], max_tokens: int, seed: int = 0, stops: tuple[int, ...] = ()
+) -> list[int]:
+    context = list(prompt)
+    for _ in range(max_tokens):
+        context.append(next_token(context, seed))
+        if context[-1] in stops:
+            break
+    return context[len(prompt) :]
+
+
+class ToyExecutor:
+    """Implements the executor seam; with ``eager`` a plan runs at launch, else at collect."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_rows: int, eager: bool = True) -> None:
+        self.capacity = KVCapacity(num_blocks, block_size, block_bytes=1)
+        self.arena = [[-1] * block_size for _ in range(num_blocks)]
+        self.tables: list[dict[int, int]] = [{} for _ in range(max_rows)]
+        self.known: list[list[int]] = [[] for _ in range(max_rows)]
+        self.position = [0] * max_rows
+        self.seed = [0] * max_rows
+        self.fail_steps: set[int] = set()
+        self.plans: list[StepPlan] = []
+        self._eager = eager
+        self._queue: deque[StepPlan | StepResult | StepError] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._queue.append(self._run(plan) if self._eager else plan)
+
+    def collect(self) -> StepResult:
+        item = self._queue.popleft()
+        if isinstance(item, StepPlan):
+            item = self._run(item)
+        if isinstance(item, StepError):
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def _run(self, plan: StepPlan) -> StepResult | StepError:
+        if plan.step_id in self.fail_steps:
+            return StepError(f"step {plan.step_id} was told to fail")
+        for init in plan.row_inits:
+            self.known[init.row] = init.token_ids.tolist()
+            self.position[init.row] = init.num_computed_tokens
+            self.tables[init.row] = dict(enumerate(init.block_ids.tolist()))
+            self.seed[init.row] = init.seed
+        deltas = plan.table_deltas
+        for row, index, block_id in zip(
+            deltas.rows.tolist(), deltas.indices.tolist(), deltas.block_ids.tolist(), strict=True
+        ):
+            self.tables[row][index] = block_id
+        for command in plan.commands:
+            assert isinstance(command, CopyBlocks)
+            touched = command.sources.tolist() + command.destinations.tolist()
+            assert not set(command.sources.tolist()) & set(command.destinations.tolist())
+            assert NULL_BLOCK not in touched
+            for source, destination in zip(
+                command.sources.tolist(), command.destinations.tolist(), strict=True
+            ):
+                self.arena[destination] = list(self.arena[source])
+        batch = plan.batch
+        assert len(set(batch.rows.tolist())) == len(batch.rows), "a row runs twice in a step"
+        for row, count in zip(
+            batch.rows.tolist(), batch.num_scheduled_tokens.tolist(), strict=True
+        ):
+            for _ in range(count):
+                position = self.position[row]
+                self._write(row, position, self.known[row][position])
+                self.position[row] += 1
+        tokens = [self._sample(row) for row in batch.sampled_rows.tolist()]
+        for fan_out in plan.fan_outs:
+            tokens += [self._sample(row) for row in fan_out.destination_rows]
+        return StepResult(plan.step_id, int_array(tokens))
+
+    def _write(self, row: int, position: int, token: int) -> None:
+        index, offset = divmod(position, self.capacity.block_size)
+        block_id = self.tables[row][index]
+        assert block_id != NULL_BLOCK
+        self.arena[block_id][offset] = token
+
+    def read(self, row: int) -> list[int]:
+        size = self.capacity.block_size
+        return [
+            self.arena[self.tables[row][p // size]][p % size] for p in range(self.position[row])
+        ]
+
+    def _sample(self, row: int) -> int:
+        context = self.read(row)
+        assert context == self.known[row][: self.position[row]], f"row {row} reads another's tokens"
+        token = next_token(context, self.seed[row])
+        self.known[row] = [*context, token]
+        return token
+
+
+def as_ids(values: list[int]) -> IntArray:
+    return np.asarray(values, dtype=np.int32)

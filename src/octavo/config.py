@@ -1,0 +1,149 @@
+"""Every option of the engine and the server: frozen, validated, never mutated.
+
+The only module that reads the environment. Knows no torch and opens no file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_MODEL = "smollm2-135m"
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+KV_MANAGERS = ("paged",)
+ATTENTION_BACKENDS = ("auto", "compiled", "gather")
+
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class ConfigError(ValueError):
+    """An option is wrong; the message says which and what it may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """How much memory the KV cache gets: ``num_bytes``, or a ``fraction`` of what remains after
+    weights and workspace. Neither set: chosen for the device."""
+
+    num_bytes: int | None = None
+    fraction: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> KVMemory:
+        """``auto``, a size such as ``512MiB`` or ``40GiB``, or a share such as ``90%``.
+
+        Raises:
+            ConfigError: anything else.
+        """
+        if text == "auto":
+            return cls()
+        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*|%)", text.strip())
+        if match:
+            number, unit = float(match[1]), match[2]
+            if unit == "%" and 0 < number <= 100:
+                return cls(fraction=number / 100)
+            if unit in _UNITS and number * _UNITS[unit] >= 1:
+                return cls(num_bytes=int(number * _UNITS[unit]))
+        raise ConfigError(
+            f"kv_memory must be auto, a size such as 512MiB or 40GiB, or a share such as 90%, "
+            f"got {text!r}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What to serve and within which limits.
+
+    ``model`` is a known name, a directory or a file. ``depth`` is the number of steps in flight:
+    1 is synchronous, 2 plans a step while another runs, None lets the device decide.
+    ``max_num_batched_tokens`` is the token budget of a step, ``max_model_len`` the longest
+    sequence; None takes the device's or the model's.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: str = DEFAULT_MODEL
+    load_format: str = "auto"
+    dtype: str = "auto"
+    kv: str = "paged"
+    block_size: int = 16
+    kv_memory: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    max_queued_requests: int = 1024
+    depth: int | None = None
+    threads: int | None = None
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model is empty; give a name, a directory or a file")
+        _choice("load_format", self.load_format, LOAD_FORMATS)
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("kv", self.kv, KV_MANAGERS)
+        _choice("attention", self.attention, ATTENTION_BACKENDS)
+        KVMemory.parse(self.kv_memory)
+        _range("block_size", self.block_size, 1, 1024)
+        _range("max_num_seqs", self.max_num_seqs, 1, 65536)
+        _range("max_queued_requests", self.max_queued_requests, 1, 1_000_000)
+        _range("max_model_len", self.max_model_len, 2, 2**24)
+        _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        _range("depth", self.depth, 1, 2)
+        _range("threads", self.threads, 1, 1024)
+        if (
+            self.max_num_batched_tokens is not None
+            and self.max_num_batched_tokens < self.max_num_seqs
+        ):
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes one token a "
+                "step; raise the one or lower the other"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where and how to listen. Times are in seconds, sizes in bytes.
+
+    ``served_model_name`` is what clients call the model (None: the model's own name).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    drain_timeout_s: float = 30.0
+    max_request_bytes: int = 16 * 2**20
+
+    def __post_init__(self) -> None:
+        _range("port", self.port, 0, 65535)
+        _range("max_request_bytes", self.max_request_bytes, 1024, 2**31)
+        if not 0 <= self.drain_timeout_s <= 86400:
+            raise ConfigError(
+                f"drain_timeout_s must be between 0 and 86400, got {self.drain_timeout_s}"
+            )
+
+
+def cache_dir() -> Path:
+    """Where downloaded models are kept: ``$OCTAVO_CACHE``, else the user's cache directory."""
+    if override := os.environ.get("OCTAVO_CACHE"):
+        return Path(override).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "octavo"
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _range(name: str, value: int | None, low: int, high: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")

@@ -1,0 +1,75 @@
+"""What an engine says about itself once it is ready, and while it runs. Plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.core.plan import KVCapacity
+from octavo.scheduling.admission import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """Where memory went and what fits. Sizes in bytes, times in seconds."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    attention: str
+    num_threads: int
+    depth: int
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+    eos_token_ids: tuple[int, ...]
+    capacity: KVCapacity
+    weight_bytes: int
+    workspace_bytes: int
+    load_s: float
+
+    @property
+    def limits(self) -> Limits:
+        return Limits.of(self.capacity, self.vocab_size, self.max_model_len, self.eos_token_ids)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.capacity.num_blocks * self.capacity.block_bytes
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that fit in the KV cache."""
+        return self.limits.num_kv_tokens
+
+    def __str__(self) -> str:
+        gib = 2**30
+        return (
+            f"{self.model}: {self.architecture}, {self.dtype} on {self.device} "
+            f"({self.num_threads} threads, {self.attention} attention, depth {self.depth}), "
+            f"ready in {self.load_s:.1f} s. Memory: weights {self.weight_bytes / gib:.2f} GiB, "
+            f"workspace {self.workspace_bytes / gib:.2f} GiB, KV cache {self.kv_bytes / gib:.2f} "
+            f"GiB = {self.num_kv_tokens} tokens in {self.capacity.num_blocks - 1} blocks of "
+            f"{self.capacity.block_size}; up to {self.max_num_seqs} sequences of "
+            f"{self.max_model_len} tokens"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A moment of the engine: gauges, and counters since its start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_usable_blocks: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pool's blocks that are in use, 0 to 1."""
+        if not self.num_usable_blocks:
+            return 0.0
+        return 1 - self.num_free_blocks / self.num_usable_blocks

@@ -1,0 +1,1 @@
+"""Mechanism: obeys plans with torch, kernels and drivers. Decides nothing about requests."""

@@ -1,0 +1,1 @@
+"""Implementations of `octavo.core.protocols.Executor` that run a model."""

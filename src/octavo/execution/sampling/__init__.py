@@ -1,0 +1,1 @@
+"""Logits to tokens, vectorized over rows."""

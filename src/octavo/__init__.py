@@ -1,0 +1,32 @@
+"""Octavo: an LLM inference and serving engine whose subject is the KV cache's memory.
+
+The public names; everything heavy is imported when a name is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.core.request import FinishReason, RequestError
+    from octavo.core.sampling_params import SamplingParams
+    from octavo.engine.llm import LLM, Completion
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "octavo.engine.llm",
+    "Completion": "octavo.engine.llm",
+    "FinishReason": "octavo.core.request",
+    "RequestError": "octavo.core.request",
+    "SamplingParams": "octavo.core.sampling_params",
+}
+
+__all__ = ["LLM", "Completion", "FinishReason", "RequestError", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -51,9 +51,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise ValueError(
-                f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}"
-            )
+            raise ValueError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold non-empty strings, got {text!r}")
@@ -75,9 +73,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-def _number(
-    name: str, value: object, low: float, high: float, *, low_open: bool = False
-) -> None:
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     if value > high or value < low or (low_open and value == low):

@@ -97,9 +97,7 @@ class Runner:
     def _num_known(self, rows: IntArray) -> IntArray:
         return np.fromiter((len(self._known[row]) for row in rows), np.int32, len(rows))
 
-    def _sample(
-        self, plan: StepPlan, hidden: torch.Tensor, ends: IntArray
-    ) -> NDArray[np.int64]:
+    def _sample(self, plan: StepPlan, hidden: torch.Tensor, ends: IntArray) -> NDArray[np.int64]:
         batch = plan.batch
         rows = plan.sampled_rows()
         if not len(rows):

@@ -116,6 +116,11 @@ class Scheduler:
         """Whether something runs, waits, or is in flight."""
         return bool(self._sequences or self._launched or self._releasing)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the queue takes another request."""
+        return len(self._waiting) < self.config.max_queued_requests
+
     def usage(self) -> KVUsage:
         return self.manager.usage()
 
@@ -133,7 +138,7 @@ class Scheduler:
                 f"the request may grow to {request.max_length} tokens, more than the model's "
                 f"{self.config.max_model_len} or than the KV cache can hold"
             )
-        if len(self._waiting) >= self.config.max_queued_requests:
+        if not self.has_room:
             raise QueueFullError(
                 f"{len(self._waiting)} requests wait already (max_queued_requests); try again later"
             )

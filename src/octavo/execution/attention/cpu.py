@@ -148,9 +148,7 @@ def _split(
     """Tokens that run as single queries (index, row, visible length), and larger chunks."""
     is_chunk = step.counts >= _MIN_CHUNK
     chunks = [
-        _Chunk(
-            int(step.rows[i]), int(step.offsets[i]), int(step.counts[i]), int(step.starts[i])
-        )
+        _Chunk(int(step.rows[i]), int(step.offsets[i]), int(step.counts[i]), int(step.starts[i]))
         for i in np.flatnonzero(is_chunk)
     ]
     tokens = np.flatnonzero(np.repeat(~is_chunk, step.counts))

@@ -1,0 +1,260 @@
+"""`LLM`: the engine in this process, for scripts and notebooks. Synchronous, no sockets."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from octavo.config import EngineConfig
+from octavo.core.request import FinishReason, Request, RequestError
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.output import OutputText
+
+if TYPE_CHECKING:
+    from octavo.engine.report import EngineReport
+    from octavo.text.tokenizer import Tokenizer
+
+Prompt: TypeAlias = "str | Sequence[int]"
+Message: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One request's result. ``error`` is set when ``finish_reason`` is ``error``."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    error: str | None = None
+
+
+class LLM:
+    """A model and its engine.
+
+    Keyword options are those of `octavo.config.EngineConfig`, for example ``kv_memory="512MiB"``.
+
+    Example::
+
+        llm = LLM("smollm2-135m")
+        print(llm.chat([{"role": "user", "content": "What is a KV cache?"}]).text)
+
+    Raises:
+        ConfigError, ModelStoreError, ModelLoadError: the model cannot be served as asked.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        from octavo.engine.build import build_engine
+        from octavo.model_store import ensure_model
+        from octavo.text.tokenizer import load_tokenizer
+
+        config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
+        path = ensure_model(config.model)
+        self.tokenizer: Tokenizer | None = None
+        if config.load_format != "dummy":
+            self.tokenizer = load_tokenizer(path)
+        self._core, self.report = build_engine(config)
+        self._limits = self.report.limits
+        if self.tokenizer is not None:
+            eos = dict.fromkeys(self._limits.eos_token_ids + self.tokenizer.eos_token_ids)
+            self._limits = replace(self._limits, eos_token_ids=tuple(eos))
+        self._next_number = 0
+
+    report: EngineReport
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete each prompt, a text or a list of token ids, all in one batch.
+
+        ``params`` is one for all or one for each. Results come in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt cannot be served as asked; nothing has been generated then.
+        """
+        items = [prompts] if _is_one(prompts) else list(prompts)
+        token_ids = [self._encode(prompt) for prompt in items]
+        return self._run(token_ids, _params_for(items, params), progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> Any:
+        """Answer one conversation (returns a `Completion`) or several (returns a list).
+
+        Without ``params`` an answer may take all the room that the context leaves.
+
+        Raises:
+            RequestError: there is no chat template, or a conversation cannot be served.
+            ChatTemplateError: the template refuses the messages.
+        """
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            raise RequestError("this model has no chat template; use generate with a plain prompt")
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: list[Any] = [messages] if is_one else list(messages)
+        template = self.tokenizer.chat_template
+        prompts = [
+            self.tokenizer.encode(template.render(list(conversation)), add_special_tokens=False)
+            for conversation in conversations
+        ]
+        defaults = SamplingParams(max_tokens=None) if params is None else params
+        results = self._run(prompts, _params_for(prompts, defaults), progress)
+        return results[0] if is_one else results
+
+    def close(self) -> None:
+        """Stop the engine and release its memory."""
+        self._core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise RequestError("a model of random weights has no tokenizer; give token ids")
+        return self.tokenizer.encode(prompt)
+
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        progress: bool,
+    ) -> list[Completion]:
+        requests = [self._resolve(ids, item) for ids, item in zip(prompts, params, strict=True)]
+        outputs = {request.number: _Output(self.tokenizer, request) for request in requests}
+        pending = iter(requests)
+        backlog = next(pending, None)
+        scheduler = self._core.scheduler
+        with _progress_bar(len(requests), progress) as advance:
+            try:
+                while backlog is not None or self._core.has_work:
+                    while backlog is not None and scheduler.has_room:
+                        scheduler.add(backlog)
+                        backlog = next(pending, None)
+                    num_done = self._step(outputs)
+                    advance(num_done)
+            except BaseException:
+                # An interrupt or a bug: leave the engine as if the call had not been made.
+                for number in outputs:
+                    scheduler.abort(number)
+                raise
+        return [outputs[request.number].completion() for request in requests]
+
+    def _resolve(self, token_ids: Sequence[int], params: SamplingParams) -> Request:
+        from octavo.scheduling.admission import resolve_request
+
+        self._next_number += 1
+        return resolve_request(
+            self._next_number, token_ids, params, self._limits, random_seed=secrets.randbits(63)
+        )
+
+    def _step(self, outputs: dict[int, _Output]) -> int:
+        """One engine step; the number of requests that ended with it."""
+        step = self._core.step()
+        ended = {finished.number: finished for finished in step.finished}
+        num_done = 0
+        for number, token_id in zip(step.numbers.tolist(), step.token_ids.tolist(), strict=True):
+            output = outputs.get(number)
+            if output is None or output.is_done:
+                continue
+            finished = ended.pop(number, None)
+            output.add((token_id,), finished.reason if finished else None)
+            if output.is_done:
+                num_done += 1
+                if finished is None:
+                    self._core.scheduler.abort(number)
+        for finished in ended.values():
+            output = outputs.get(finished.number)
+            if output is not None and not output.is_done:
+                output.add((), finished.reason, finished.error)
+                num_done += 1
+        return num_done
+
+
+class _Output:
+    """Collects one request's result."""
+
+    def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
+        self._request = request
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._reason: FinishReason | None = None
+        self._error: str | None = None
+        self._output: OutputText | None = None
+        if tokenizer is not None:
+            prompt = request.prompt_token_ids.tolist()
+            self._output = OutputText(tokenizer, prompt, request.params)
+
+    @property
+    def is_done(self) -> bool:
+        return self._reason is not None
+
+    def add(
+        self,
+        token_ids: tuple[int, ...],
+        reason: FinishReason | None,
+        error: str | None = None,
+    ) -> None:
+        if self._output is None:
+            self._token_ids += token_ids
+            self._reason = reason
+        else:
+            delta = self._output.add(token_ids, reason, error)
+            self._text.append(delta.text)
+            self._token_ids += delta.token_ids
+            self._reason = delta.finish_reason
+        self._error = error
+
+    def completion(self) -> Completion:
+        assert self._reason is not None
+        return Completion(
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            finish_reason=self._reason,
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            error=self._error,
+        )
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is a single prompt: a text, or a flat list of token ids."""
+    return isinstance(prompts, str) or bool(prompts and not isinstance(prompts[0], str | Sequence))
+
+
+def _params_for(
+    items: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * len(items)
+    if len(params) != len(items):
+        raise RequestError(f"{len(items)} prompts but {len(params)} sampling parameters")
+    return params
+
+
+@contextmanager
+def _progress_bar(total: int, shown: bool) -> Iterator[Any]:
+    if not shown:
+        yield lambda count: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn()) as bar:
+        task = bar.add_task("Generating", total=total)
+        yield lambda count: bar.advance(task, count) if count else None

@@ -1,0 +1,103 @@
+"""From a model's place on disk to a model that is ready to run. Downloads nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from octavo.core.gguf_file import GGUFFile
+from octavo.core.model_config import ModelConfig, ModelLoadError
+from octavo.execution.models.dummy_weights import DummyWeights
+from octavo.execution.models.gguf_config import gguf_config
+from octavo.execution.models.gguf_weights import GGUFWeights
+from octavo.execution.models.hf_config import DTYPES, load_hf_config
+from octavo.execution.models.llama import LlamaModel
+from octavo.execution.models.parallel import Collective, TensorParallel
+from octavo.execution.models.registry import MODELS
+from octavo.execution.models.safetensors_weights import SafetensorsWeights
+from octavo.execution.models.weights import Weights
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+def load_model(
+    source: str | os.PathLike[str],
+    *,
+    load_format: str = "auto",
+    dtype: str = "auto",
+    rank: int = 0,
+    size: int = 1,
+    device: str | torch.device = "cpu",
+    max_positions: int | None = None,
+    all_reduce: Collective | None = None,
+    all_gather: Collective | None = None,
+) -> LlamaModel:
+    """Load rank ``rank`` of ``size`` of a model.
+
+    ``source`` is a Hugging Face directory or a ``.gguf`` file; with ``load_format="dummy"``,
+    whose weights are random, also a ``config.json``. ``dtype`` is ``auto`` (see
+    ``resolve_dtype``) or a name of ``DTYPES``. ``max_positions`` is the rotary table's length,
+    by default the model's own. ``size`` > 1 needs the collectives of ``TensorParallel``.
+
+    Raises:
+        ModelLoadError: a file is absent, broken or unsupported; the message names it.
+        ValueError: an option is wrong, or the model cannot be split over ``size`` ranks.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}: {load_format!r}")
+    collectives = {"all_reduce": all_reduce, "all_gather": all_gather}
+    parallel = TensorParallel(rank, size, **{k: v for k, v in collectives.items() if v is not None})
+    config, weights = _open(Path(source), load_format)
+    if max_positions is not None and max_positions < 1:
+        raise ValueError(f"max_positions must be at least 1, got {max_positions}")
+    return MODELS[config.architecture](
+        config,
+        weights,
+        dtype=resolve_dtype(config, dtype, device),
+        device=torch.device(device),
+        parallel=parallel,
+        max_positions=max_positions or config.max_position_embeddings,
+    )
+
+
+def load_config(source: str | os.PathLike[str]) -> ModelConfig:
+    """The configuration of a Hugging Face directory, a ``config.json`` or a ``.gguf`` file."""
+    path = Path(source)
+    return gguf_config(GGUFFile(path)) if path.suffix == ".gguf" else load_hf_config(path)
+
+
+def resolve_dtype(config: ModelConfig, requested: str, device: str | torch.device) -> torch.dtype:
+    """The dtype to run in: ``requested``, or for ``auto`` the checkpoint's own.
+
+    A float16 checkpoint runs in bfloat16 on a CPU: CPUs without AVX512-FP16 take 8 to 10 times
+    as long for float16 products of 16 rows or more. A quantized GGUF's own dtype is bfloat16.
+    """
+    if requested == "auto":
+        is_cpu = torch.device(device).type == "cpu"
+        requested = "bfloat16" if is_cpu and config.dtype == "float16" else config.dtype
+    if requested not in DTYPES:
+        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}: got {requested!r}")
+    dtype = getattr(torch, requested)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _open(path: Path, load_format: str) -> tuple[ModelConfig, Weights]:
+    if not path.exists():
+        raise ModelLoadError(f"{path}: no such file or directory")
+    is_gguf = path.suffix == ".gguf" or load_format == "gguf"
+    if is_gguf and load_format == "safetensors":
+        raise ModelLoadError(f"{path}: is a GGUF file, but load_format is safetensors")
+    if is_gguf:
+        if path.is_dir():
+            raise ModelLoadError(f"{path}: is a directory; name the .gguf file in it")
+        file = GGUFFile(path)
+        config = gguf_config(file)
+        return config, DummyWeights() if load_format == "dummy" else GGUFWeights(file, config)
+    if load_format == "dummy":
+        return load_hf_config(path), DummyWeights()
+    if not path.is_dir():
+        raise ModelLoadError(f"{path}: is neither a directory nor a .gguf file")
+    return load_hf_config(path), SafetensorsWeights(path)

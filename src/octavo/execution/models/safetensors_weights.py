@@ -1,0 +1,97 @@
+"""Weights of a Hugging Face directory: memory-mapped safetensors, whole or sharded. No pickle."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from octavo.core.model_config import ModelLoadError
+from octavo.execution.models.hf_config import read_json
+from octavo.execution.models.weights import check_shape, check_unused
+
+INDEX = "model.safetensors.index.json"
+DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+class SafetensorsWeights:
+    """Tensors of the ``*.safetensors`` files in ``directory``; files stay mapped while it lives."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.path = Path(directory)
+        self._places: dict[str, tuple[Path, Any]] = {}
+        for path, expected in _find_files(self.path).items():
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+                found = set(file.keys())
+            except (SafetensorError, OSError) as error:
+                raise ModelLoadError(f"{path}: broken safetensors file: {error}") from error
+            if expected is not None and (missing := expected - found):
+                raise ModelLoadError(
+                    f"{path}: tensor {min(missing)} is missing, which {INDEX} puts there"
+                )
+            for name in found if expected is None else expected:
+                self._places[name] = (path, file)
+        self._unused = set(self._places)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._places:
+            check_shape(self.path, name, None, shape)
+        path, file = self._places[name]
+        tensor = file.get_slice(name)
+        check_shape(path, name, tensor.get_shape(), shape)
+        if tensor.get_dtype() not in DTYPES:
+            raise ModelLoadError(
+                f"{path}: tensor {name} is {tensor.get_dtype()}; supported: {', '.join(DTYPES)}"
+            )
+
+    def copy(
+        self, name: str, shape: tuple[int, ...], into: torch.Tensor, axis: int, start: int
+    ) -> None:
+        path, file = self._places[name]
+        stop = start + into.shape[axis]
+        try:
+            tensor = file.get_slice(name)
+            into.copy_(tensor[start:stop] if axis == 0 else tensor[:, start:stop])
+        except SafetensorError as error:
+            raise ModelLoadError(f"{path}: tensor {name} cannot be read: {error}") from error
+        self._unused.discard(name)
+
+    def check_all_used(self, ignored: frozenset[str]) -> None:
+        check_unused(self.path, self._unused - ignored)
+
+
+def _find_files(directory: Path) -> dict[Path, set[str] | None]:
+    """Files to read, each with the tensors to take from it (``None``: all of them)."""
+    index = directory / INDEX
+    if index.exists():
+        return _read_index(index)
+    single = directory / "model.safetensors"
+    if single.exists():
+        return {single: None}
+    files = sorted(directory.glob("*.safetensors"))
+    if len(files) == 1:
+        return {files[0]: None}
+    if files:
+        raise ModelLoadError(f"{directory}: {len(files)} safetensors files, but no {INDEX}")
+    pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pth"))
+    hint = "; pickled weights (.bin, .pth) are never read: convert them" if pickled else ""
+    raise ModelLoadError(f"{directory}: no safetensors files{hint}")
+
+
+def _read_index(index: Path) -> dict[Path, set[str] | None]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{index}: weight_map is missing")
+    files: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelLoadError(f"{index}: {name} is in {file!r}, which is not a plain file name")
+        files.setdefault(file, set()).add(name)
+    for file in files:
+        if not (index.parent / file).exists():
+            raise ModelLoadError(f"{index}: names {file}, which does not exist beside it")
+    return {index.parent / file: names for file, names in files.items()}

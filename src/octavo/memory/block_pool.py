@@ -59,7 +59,7 @@ class BlockPool:
         for block_id in reversed(block_ids):
             self.references[block_id] -= 1
             count = self.references[block_id]
-            assert count >= 0 and block_id != NULL_BLOCK, f"block {block_id} released too often"
+            assert count >= 0, f"block {block_id} released too often"
             if count == 0:
                 self._free.append(block_id)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from toy_executor import as_ids
 
 from octavo.core.layout import KVLayout
 from octavo.core.plan import CopyBlocks
@@ -14,6 +13,7 @@ from octavo.execution.attention.cpu import CPUAttention
 from octavo.execution.attention.gather import GatherAttention
 from octavo.execution.attention.interface import StepRows
 from octavo.execution.models.rope import RopeTable
+from toy_executor import as_ids
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -1,0 +1,43 @@
+# make serve    builds .venv, fetches the default model and serves it on 127.0.0.1:8000
+# make test     builds the same .venv and runs every test that needs no GPU
+# make install  builds .venv alone
+# make check    format, lint, types, import contracts, fast tests
+
+PYTHON ?= python3
+# Exact, and installed before the rest: an open range may fetch gigabytes of CUDA libraries.
+TORCH ?= torch==2.13.0
+MODEL ?= smollm2-135m
+PORT ?= 8000
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: serve test install check clean
+
+serve: .venv/.installed
+	@$(BIN)/octavo pull $(MODEL) >/dev/null
+	@exec $(BIN)/octavo serve $(MODEL) --port $(PORT)
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest
+
+install: .venv/.installed
+
+check: .venv/.installed-dev
+	scripts/check
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+	  { echo "Octavo needs Python 3.11 to 3.13; name one with: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml | .venv/bin/python
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable .
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(PIP) --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -57,14 +57,14 @@ class CPUAttention:
     def plan(self, step: StepRows) -> StepAttention:
         layout = self.layout
         shape = (layout.num_layers, self.num_heads, layout.num_kv_heads, layout.head_dim)
-        slots = step.slots(layout.block_size)
+        kv_offsets = step.kv_offsets(layout.block_size)
         singles, chunks = _split(step)
         tokens, rows, lengths = singles
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             bits = _bits(qkv)
             kernels.rotate_and_write(
-                bits, step.positions, slots, self.cos, self.sin, self.pool, layer, *shape
+                bits, step.positions, kv_offsets, self.cos, self.sin, self.pool, layer, *shape
             )
             out = torch.empty(len(qkv), self.num_heads * layout.head_dim, dtype=qkv.dtype)
             if len(tokens):

@@ -32,7 +32,7 @@ class GatherAttention:
         positions = torch.from_numpy(step.positions).long()
         cos = self.rope.cos[positions][:, None, :]
         sin = self.rope.sin[positions][:, None, :]
-        slots = torch.from_numpy(step.slots(size))
+        kv_offsets = torch.from_numpy(step.kv_offsets(size))
         spans = []
         for row, count, offset, start in zip(
             step.rows.tolist(),
@@ -50,8 +50,8 @@ class GatherAttention:
             rotated = _rotate(heads[:, : num_heads + num_kv_heads], cos, sin)
             query, key = rotated[:, :num_heads], rotated[:, num_heads:]
             pool = kv.view(-1, *kv.shape[2:])
-            pool[slots, layer, 0] = key
-            pool[slots, layer, 1] = heads[:, num_heads + num_kv_heads :]
+            pool[kv_offsets, layer, 0] = key
+            pool[kv_offsets, layer, 1] = heads[:, num_heads + num_kv_heads :]
             out = torch.empty(len(qkv), num_heads, dim, dtype=qkv.dtype)
             for offset, count, end, blocks, mask in spans:
                 both = kv[blocks, :, layer].flatten(0, 1)[:end]

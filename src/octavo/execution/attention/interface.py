@@ -45,7 +45,7 @@ class StepRows:
     def num_tokens(self) -> int:
         return len(self.positions)
 
-    def slots(self, block_size: int) -> NDArray[np.int64]:
+    def kv_offsets(self, block_size: int) -> NDArray[np.int64]:
         """``[num_tokens]``: where each token's keys and values go, block id × size + offset."""
         row_of_token = np.repeat(self.rows, self.counts)
         blocks = self.tables[row_of_token, self.positions // block_size].astype(np.int64)

@@ -139,12 +139,12 @@ def _exp(x):
 
 @njit(**_FLAGS)
 def rotate_and_write(
-    qkv, positions, slots, cos, sin, pool, layer, num_layers, num_heads, num_kv_heads, head_dim
+    qkv, positions, kv_offsets, cos, sin, pool, layer, num_layers, num_heads, num_kv_heads, head_dim
 ):
     """Rotate q and k in place and write k and v of each token into the pool.
 
     ``qkv [n, (num_heads + 2 num_kv_heads) head_dim]``; ``positions [n]`` index ``cos`` and ``sin``
-    ``[max_positions, rotary_dim / 2]`` (fp32; zero columns: no rotation); ``slots [n]`` are
+    ``[max_positions, rotary_dim / 2]`` (fp32; zero columns: no rotation); ``kv_offsets [n]`` are
     ``block_id * block_size + offset``; ``pool`` is flat.
     """
     half = cos.shape[1]
@@ -162,7 +162,7 @@ def rotate_and_write(
                 y = _load(high[d])
                 _store(low, d, x * c[d] - y * s[d])
                 _store(high, d, y * c[d] + x * s[d])
-        start = slots[i] * token_elements + layer * 2 * kv_elements
+        start = kv_offsets[i] * token_elements + layer * 2 * kv_elements
         target = pool[start : start + 2 * kv_elements]
         source = row[num_heads * head_dim :]
         for d in range(2 * kv_elements):
@@ -279,8 +279,8 @@ def gather_keys_values(
     kv_elements = num_kv_heads * head_dim
     token_elements = num_layers * 2 * kv_elements
     for position in range(begin, end):
-        slot = np.int64(table[position // block_size]) * block_size + position % block_size
-        start = slot * token_elements + layer * 2 * kv_elements
+        place = np.int64(table[position // block_size]) * block_size + position % block_size
+        start = place * token_elements + layer * 2 * kv_elements
         for which in range(2):
             for kv_head in range(num_kv_heads):
                 target = out[which, kv_head, position - begin]

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from octavo.core.plan import KVCapacity
+from octavo.core.request import ContextLengthError, Request, RequestError
+from octavo.core.sampling_params import SamplingParams
+from octavo.scheduling.admission import Limits, resolve_request
+
+LIMITS = Limits(vocab_size=100, max_model_len=32, num_kv_tokens=64, eos_token_ids=(2,))
+
+
+def resolve(prompt: list[int], limits: Limits = LIMITS, **params: object) -> Request:
+    return resolve_request(7, prompt, SamplingParams(**params), limits, random_seed=5)  # type: ignore[arg-type]
+
+
+def test_what_the_client_left_open_is_filled_in() -> None:
+    request = resolve([1, 2, 3], max_tokens=None, stop_token_ids=(9, 2))
+    assert request.max_tokens == 29
+    assert request.max_length == 32
+    assert request.seed == 5
+    assert request.stop_token_ids == (2, 9)
+    assert resolve([1], seed=-1).seed == 2**64 - 1
+    assert resolve([1], ignore_eos=True, stop_token_ids=(9,)).stop_token_ids == (9,)
+
+
+@pytest.mark.parametrize("token_id", [-1, 100, 2**40, -(2**70)])
+def test_a_token_id_out_of_range_is_named(token_id: int) -> None:
+    with pytest.raises(RequestError, match=f"token id {token_id} is out of range"):
+        resolve([1, token_id])
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(RequestError, match="prompt is empty"):
+        resolve([])
+
+
+def test_too_long_says_how_much_would_fit() -> None:
+    with pytest.raises(ContextLengthError, match="at most 22 tokens"):
+        resolve([1] * 10, max_tokens=23)
+    assert resolve([1] * 10, max_tokens=22).max_length == 32
+    with pytest.raises(ContextLengthError, match="prompt alone has 32"):
+        resolve([1] * 32, max_tokens=1)
+    with pytest.raises(ContextLengthError, match="prompt alone"):
+        resolve([1] * 32, max_tokens=None)
+
+
+def test_a_pool_smaller_than_the_context_is_named() -> None:
+    small = Limits.of(KVCapacity(num_blocks=3, block_size=4, block_bytes=1), 100, 32, ())
+    # The last token's keys and values are never needed: 8 slots hold a sequence of 9.
+    assert resolve([1] * 4, small, max_tokens=5).max_length == 9
+    with pytest.raises(ContextLengthError, match="--kv-memory"):
+        resolve([1] * 4, small, max_tokens=6)
+
+
+def test_a_stop_token_out_of_range_is_refused() -> None:
+    with pytest.raises(RequestError, match="stop_token_ids: 100"):
+        resolve([1], stop_token_ids=(100,))

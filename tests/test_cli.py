@@ -1,0 +1,53 @@
+"""The command line, in process; `generate` and `bench` run for real in tests/e2e."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo import __version__
+from octavo.bench import simulator
+from octavo.cli import app
+
+runner = CliRunner()
+
+
+def test_version() -> None:
+    assert runner.invoke(app, ["--version"]).output.strip() == f"octavo {__version__}"
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["pull"], ["bench"]])
+def test_every_command_explains_itself(command: list[str]) -> None:
+    result = runner.invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "no-such-model", "hi"], "no model 'no-such-model'"),
+        (["generate", "x", "hi", "--temperature", "-1"], "temperature must be in [0, 100]"),
+        (["generate", "x", "hi", "--block-size", "0"], "block_size must be an integer from 1"),
+        (["generate", "x", "hi", "--kv-memory", "much"], "kv_memory must be auto, a size"),
+        (["serve", "x", "--port", "99999"], "port must be an integer from 0 to 65535"),
+        (["serve", "no-such-model"], "no model 'no-such-model'"),
+        (["pull", "gpt-9"], "unknown model 'gpt-9'"),
+    ],
+)
+def test_a_mistake_is_one_readable_line(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_bench_simulator_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator, "ROWS", (1, 4))
+    monkeypatch.setattr(simulator.run, "__defaults__", ((1, 4),))
+    result = runner.invoke(app, ["bench", "simulator", "--json"])
+    report = json.loads(result.stdout)
+    assert [figure["rows"] for figure in report["rows"]] == [1, 4]
+    assert report["tokens_per_second"] > 0

@@ -38,6 +38,13 @@ LoadFormat = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="Weights on a CPU: bf16, int8, int4, or auto: as the file stores them.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 KV = Annotated[str, typer.Option(help="KV cache manager: paged.", rich_help_panel=_ENGINE)]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a block.", rich_help_panel=_ENGINE)]
 KVMemoryOption = Annotated[
@@ -112,6 +119,7 @@ def serve(
     ] = 30.0,
     load_format: LoadFormat = _DEFAULTS.load_format,
     dtype: Dtype = _DEFAULTS.dtype,
+    weights: Weights = _DEFAULTS.weights,
     kv: KV = _DEFAULTS.kv,
     block_size: BlockSize = _DEFAULTS.block_size,
     kv_memory: KVMemoryOption = _DEFAULTS.kv_memory,
@@ -129,6 +137,7 @@ def serve(
             model=model,
             load_format=load_format,
             dtype=dtype,
+            weights=weights,
             kv=kv,
             block_size=block_size,
             kv_memory=kv_memory,
@@ -175,6 +184,7 @@ def generate(
     as_json: AsJSON = False,
     load_format: LoadFormat = _DEFAULTS.load_format,
     dtype: Dtype = _DEFAULTS.dtype,
+    weights: Weights = _DEFAULTS.weights,
     kv: KV = _DEFAULTS.kv,
     block_size: BlockSize = _DEFAULTS.block_size,
     kv_memory: KVMemoryOption = _DEFAULTS.kv_memory,
@@ -206,6 +216,7 @@ def generate(
             model,
             load_format=load_format,
             dtype=dtype,
+            weights=weights,
             kv=kv,
             block_size=block_size,
             kv_memory=kv_memory,
@@ -290,6 +301,7 @@ def bench_decode(
         DEFAULT_MODEL
     ),
     dtype: Dtype = _DEFAULTS.dtype,
+    weights: Weights = _DEFAULTS.weights,
     threads: Threads = None,
     depth: Depth = None,
     as_json: AsJSON = False,
@@ -298,7 +310,7 @@ def bench_decode(
     with _readable_errors():
         from octavo.bench import decode
 
-        report = decode.run(model, dtype=dtype, threads=threads, depth=depth)
+        report = decode.run(model, dtype=dtype, weights=weights, threads=threads, depth=depth)
         if as_json:
             _print_json(report)
             return

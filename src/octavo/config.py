@@ -14,6 +14,7 @@ DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 KV_MANAGERS = ("paged",)
+WEIGHT_MODES = ("auto", "bf16", "int8", "int4")
 ATTENTION_BACKENDS = ("auto", "compiled", "gather")
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -58,7 +59,8 @@ class KVMemory:
 class EngineConfig:
     """What to serve and within which limits.
 
-    ``model`` is a known name, a directory or a file. ``depth`` is the number of steps in flight:
+    ``model`` is a known name, a directory or a file. ``weights`` says in how many bits a CPU keeps
+    them: ``auto`` as the file does. ``depth`` is the number of steps in flight:
     1 is synchronous, 2 plans a step while another runs, None lets the device decide.
     ``max_num_batched_tokens`` is the token budget of a step, ``max_model_len`` the longest
     sequence; None takes the device's or the model's.
@@ -70,6 +72,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     load_format: str = "auto"
     dtype: str = "auto"
+    weights: str = "auto"
     kv: str = "paged"
     block_size: int = 16
     kv_memory: str = "auto"
@@ -86,6 +89,7 @@ class EngineConfig:
             raise ConfigError("model is empty; give a name, a directory or a file")
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("dtype", self.dtype, DTYPES)
+        _choice("weights", self.weights, WEIGHT_MODES)
         _choice("kv", self.kv, KV_MANAGERS)
         _choice("attention", self.attention, ATTENTION_BACKENDS)
         KVMemory.parse(self.kv_memory)

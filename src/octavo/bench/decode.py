@@ -24,10 +24,12 @@ _PREFILL_TOKENS = 512
 _ROUNDS = 3
 
 
-def run(model: str, *, dtype: str, threads: int | None, depth: int | None) -> dict[str, Any]:
+def run(
+    model: str, *, dtype: str, weights: str, threads: int | None, depth: int | None
+) -> dict[str, Any]:
     """All figures, ready for JSON; rates are tokens a second, medians of three rounds."""
     started = time.perf_counter()
-    with LLM(model, dtype=dtype, threads=threads, depth=depth) as llm:
+    with LLM(model, dtype=dtype, weights=weights, threads=threads, depth=depth) as llm:
         load_s = time.perf_counter() - started
         read = _read_bytes_per_second()
         report = llm.report
@@ -48,6 +50,7 @@ def run(model: str, *, dtype: str, threads: int | None, depth: int | None) -> di
         return {
             "model": model,
             "dtype": report.dtype,
+            "weights": report.weights,
             "attention": report.attention,
             "threads": report.num_threads,
             "depth": report.depth,
@@ -62,8 +65,9 @@ def run(model: str, *, dtype: str, threads: int | None, depth: int | None) -> di
 def table(report: dict[str, Any]) -> str:
     """The figures as text."""
     lines = [
-        f"{report['model']}, {report['dtype']}, {report['threads']} threads, "
-        f"depth {report['depth']}, {report['attention']} attention; loaded in "
+        f"{report['model']}, {report['dtype']}, {report['weights']} weights, "
+        f"{report['threads']} threads, depth {report['depth']}, {report['attention']} attention; "
+        f"loaded in "
         f"{report['load_s']:.1f} s; memory reads {report['memory_read_gb_per_second']:.1f} GB/s",
         "work         ms a step   tokens/s   weights' floor ms   share of it",
     ]

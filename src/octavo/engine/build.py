@@ -60,7 +60,11 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     max_model_len = _max_model_len(config, model_config.max_position_embeddings)
     budget = config.max_num_batched_tokens or max(_CPU_TOKEN_BUDGET, config.max_num_seqs)
     model = load_model(
-        path, load_format=config.load_format, dtype=config.dtype, max_positions=max_model_len
+        path,
+        load_format=config.load_format,
+        dtype=config.dtype,
+        weights=config.weights,
+        max_positions=max_model_len,
     )
     layout = KVLayout(
         num_layers=model_config.num_layers,
@@ -99,6 +103,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         model=config.model,
         architecture=model_config.architecture,
         dtype=str(model.dtype).removeprefix("torch."),
+        weights=model.weight_kinds(),
         device="cpu",
         attention=attention_name,
         num_threads=num_threads,

@@ -15,6 +15,7 @@ class EngineReport:
     model: str
     architecture: str
     dtype: str
+    weights: str
     device: str
     attention: str
     num_threads: int
@@ -46,8 +47,9 @@ class EngineReport:
     def __str__(self) -> str:
         gib = 2**30
         return (
-            f"{self.model}: {self.architecture}, {self.dtype} on {self.device} "
-            f"({self.num_threads} threads, {self.attention} attention, depth {self.depth}), "
+            f"{self.model}: {self.architecture}, {self.dtype} with {self.weights} weights on "
+            f"{self.device} ({self.num_threads} threads, {self.attention} attention, depth "
+            f"{self.depth}), "
             f"ready in {self.load_s:.1f} s. Memory: weights {self.weight_bytes / gib:.2f} GiB, "
             f"workspace {self.workspace_bytes / gib:.2f} GiB, KV cache {self.kv_bytes / gib:.2f} "
             f"GiB = {self.num_kv_tokens} tokens in {self.capacity.num_blocks - 1} blocks of "

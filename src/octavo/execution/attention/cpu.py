@@ -48,6 +48,7 @@ class CPUAttention:
         self.num_heads = num_heads
         self.sliding_window = sliding_window
         self.scale = np.float32(arena.layout.head_dim**-0.5)
+        self.dtype = arena.kv.dtype
         self.pool = _bits(arena.kv.view(-1))
         self.cos, self.sin = rope.cos.numpy(), rope.sin.numpy()
         above = torch.ones(_QUERY_BLOCK, _QUERY_BLOCK, dtype=torch.bool).triu(1)
@@ -98,7 +99,7 @@ class CPUAttention:
         start, count = chunk.start, chunk.count
         begin = max(start + 1 - window, 0) if window else 0
         end = start + count
-        kv = torch.empty(2, num_kv_heads, end - begin, dim, dtype=qkv.dtype)
+        kv = torch.empty(2, num_kv_heads, end - begin, dim, dtype=self.dtype)
         kernels.gather_keys_values(
             table,
             begin,
@@ -115,7 +116,7 @@ class CPUAttention:
         queries = qkv[chunk.offset : chunk.offset + count, : self.num_heads * dim]
         # [kv_head, token, group, dim]: one product a KV head serves its whole group.
         queries = queries.view(count, num_kv_heads, group, dim).transpose(0, 1) * float(self.scale)
-        queries = queries.reshape(num_kv_heads, count * group, dim)
+        queries = queries.to(self.dtype).reshape(num_kv_heads, count * group, dim)
         target = out[chunk.offset : chunk.offset + count].view(count, num_kv_heads, group, dim)
         for first in range(0, count, _QUERY_BLOCK):
             last = min(first + _QUERY_BLOCK, count)
@@ -126,7 +127,7 @@ class CPUAttention:
             grouped = scores.view(num_kv_heads, size, group, high - low)
             grouped[..., -size:].add_(self._causal[:size, :, :size])
             if window:
-                grouped.add_(_window_bias(start + first, size, low + begin, window, qkv.dtype))
+                grouped.add_(_window_bias(start + first, size, low + begin, window, self.dtype))
             weights = torch.softmax(scores, dim=-1)
             rows = torch.bmm(weights, values[:, low:high]).view(num_kv_heads, size, group, dim)
             target[first:last].copy_(rows.transpose(0, 1))

@@ -48,10 +48,10 @@ class GatherAttention:
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, dim)
             rotated = _rotate(heads[:, : num_heads + num_kv_heads], cos, sin)
-            query, key = rotated[:, :num_heads], rotated[:, num_heads:]
+            query, key = rotated[:, :num_heads].to(kv.dtype), rotated[:, num_heads:].to(kv.dtype)
             pool = kv.view(-1, *kv.shape[2:])
             pool[kv_offsets, layer, 0] = key
-            pool[kv_offsets, layer, 1] = heads[:, num_heads + num_kv_heads :]
+            pool[kv_offsets, layer, 1] = heads[:, num_heads + num_kv_heads :].to(kv.dtype)
             out = torch.empty(len(qkv), num_heads, dim, dtype=qkv.dtype)
             for offset, count, end, blocks, mask in spans:
                 both = kv[blocks, :, layer].flatten(0, 1)[:end]

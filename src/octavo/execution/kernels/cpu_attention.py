@@ -166,7 +166,7 @@ def rotate_and_write(
         target = pool[start : start + 2 * kv_elements]
         source = row[num_heads * head_dim :]
         for d in range(2 * kv_elements):
-            target[d] = source[d]
+            _store(target, d, _load(source[d]))
 
 
 @njit(**_FLAGS)

@@ -36,5 +36,13 @@ class DummyWeights:
         if not is_whole:
             into.copy_(whole.narrow(axis, start, into.shape[axis]))
 
+    def stored_rows(
+        self, name: str, shape: tuple[int, ...], axis: int, start: int, size: int
+    ) -> None:
+        return None
+
+    def is_quantized(self, name: str) -> bool:
+        return False
+
     def check_all_used(self, ignored: frozenset[str]) -> None:
         return

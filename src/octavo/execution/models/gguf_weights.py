@@ -9,8 +9,9 @@ import torch
 
 from octavo.core.gguf_file import GGUFFile, TensorInfo
 from octavo.core.model_config import ModelConfig, ModelLoadError
+from octavo.execution.models.gguf_blocks import GROUP, STORED_TYPES, stored_rows
 from octavo.execution.models.gguf_config import ROPE_FACTORS
-from octavo.execution.models.weights import check_shape, check_unused
+from octavo.execution.models.weights import QuantizedRows, check_shape, check_unused
 
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _LAYER_PARTS = {
@@ -67,6 +68,29 @@ class GGUFWeights:
             if axis == 1:
                 values = values.narrow(1, start, into.shape[1])
             into[row : row + count].copy_(values)
+
+    def stored_rows(
+        self, name: str, shape: tuple[int, ...], axis: int, start: int, size: int
+    ) -> QuantizedRows | None:
+        info = self._file.tensors[gguf_name(name)]
+        if info.type_name not in STORED_TYPES or (axis == 1 and (start | size) % GROUP):
+            return None
+        self._unused.discard(info.name)
+        raw = self._file.raw(info.name).reshape(-1, info.row_bytes)
+        first, count = (start, size) if axis == 0 else (0, shape[0])
+        rows = stored_rows(raw[first : first + count], info.type_name)
+        values, scales, minima = (
+            self._rotated(name, torch.from_numpy(part)).numpy()
+            for part in (rows.values, rows.scales, rows.minima)
+        )
+        if axis == 1:
+            values = values[:, start : start + size]
+            groups = slice(start // GROUP, (start + size) // GROUP)
+            scales, minima = scales[:, groups], minima[:, groups]
+        return QuantizedRows(rows.bits, values, scales, minima)
+
+    def is_quantized(self, name: str) -> bool:
+        return self._file.tensors[gguf_name(name)].type_name not in ("F32", "F16", "BF16", "F64")
 
     def check_all_used(self, ignored: frozenset[str]) -> None:
         check_unused(self._file.path, self._unused - {gguf_name(name) for name in ignored})

@@ -3,14 +3,26 @@ backend's (``StepAttention``); the model knows nothing of the KV cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 
 from octavo.core.model_config import ModelConfig
 from octavo.execution.attention.interface import StepAttention
-from octavo.execution.models.layers import Embedding, Linear, RMSNorm, silu_and_mul
+from octavo.execution.models.layers import (
+    Embedding,
+    Linear,
+    Quantization,
+    RMSNorm,
+    silu_and_mul,
+)
 from octavo.execution.models.parallel import TensorParallel
 from octavo.execution.models.rope import RopeTable, rope_table
 from octavo.execution.models.weights import Weights
+
+if TYPE_CHECKING:
+    from octavo.execution.models.quantized import QuantizedInputs
 
 
 class LlamaLayer:
@@ -18,6 +30,7 @@ class LlamaLayer:
 
     def __init__(self, config: ModelConfig, index: int, parallel: TensorParallel) -> None:
         name = f"model.layers.{index}"
+        self.activate: Callable[[torch.Tensor], torch.Tensor | QuantizedInputs] = silu_and_mul
         hidden, dim = config.hidden_size, config.head_dim
         num_q, num_kv = config.num_attention_heads * dim, config.num_kv_heads * dim
         attention, mlp = f"{name}.self_attn", f"{name}.mlp"
@@ -60,11 +73,24 @@ class LlamaLayer:
             parallel=parallel,
         )
 
-    def load(self, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+    def load(
+        self,
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization | None,
+    ) -> None:
         """Load and prepare each part in turn, so that only one plain copy exists at a time."""
-        for part in self.parts():
-            part.load(weights, dtype, device)
-            part.prepare()
+        for norm in (self.attention_norm, self.mlp_norm):
+            norm.load(weights, dtype, device)
+            norm.prepare()
+        for linear in (self.qkv, self.output, self.gate_up, self.down):
+            linear.load(weights, dtype, device, quantization)
+            linear.prepare()
+        self.attention_norm.quantization = quantization if self.qkv.is_quantized else None
+        self.mlp_norm.quantization = quantization if self.gate_up.is_quantized else None
+        if quantization is not None and self.down.is_quantized:
+            self.activate = quantization.silu_and_mul
 
     def parts(self) -> tuple[RMSNorm | Linear, ...]:
         return (
@@ -80,7 +106,7 @@ class LlamaLayer:
         """Add this layer's work to ``residual`` ``[num_tokens, hidden]`` in place."""
         attended = attention(self.index, self.qkv(self.attention_norm(residual)))
         residual.add_(self.output(attended))
-        residual.add_(self.down(silu_and_mul(self.gate_up(self.mlp_norm(residual)))))
+        residual.add_(self.down(self.activate(self.gate_up(self.mlp_norm(residual)))))
 
 
 class LlamaModel:
@@ -101,8 +127,10 @@ class LlamaModel:
         device: torch.device,
         parallel: TensorParallel,
         max_positions: int,
+        quantization: Quantization | None = None,
     ) -> None:
         self.config = config
+        self.quantization = quantization
         self.dtype = dtype
         self.device = device
         self.parallel = parallel
@@ -129,22 +157,43 @@ class LlamaModel:
         self.embedding.load(weights, self.dtype, self.device)
         for index in range(self.config.num_layers):
             layer = LlamaLayer(self.config, index, self.parallel)
-            layer.load(weights, self.dtype, self.device)
+            layer.load(weights, self.dtype, self.device, self.quantization)
             self.layers.append(layer)
         self.norm.load(weights, self.dtype, self.device)
         self.norm.prepare()
         if self.config.tie_word_embeddings:
-            assert self.embedding.weight is not None
-            self.head.share_weight(self.embedding.weight)
+            self._tie_head(weights)
         else:
-            self.head.load(weights, self.dtype, self.device)
+            self.head.load(weights, self.dtype, self.device, self.quantization)
         self.head.prepare()
+        # Quantized layers compute in fp32 between their products, so the residual stays in it.
+        self._is_wide = any(
+            part.is_quantized
+            for layer in self.layers
+            for part in layer.parts()
+            if isinstance(part, Linear)
+        )
         weights.check_all_used(self._unread_names())
+
+    def _tie_head(self, weights: Weights) -> None:
+        """The head shares the embedding's table, or packs the same tensor for itself."""
+        assert self.embedding.weight is not None
+        self.head.parts = ((self.embedding.name, self.config.vocab_size),)
+        if self.quantization is not None:
+            self.head.load(weights, self.dtype, self.device, self.quantization)
+        if not self.head.is_quantized:
+            self.head.share_weight(self.embedding.weight)
 
     def weight_bytes(self) -> int:
         """Memory that this rank's weights take."""
         parts = [part for layer in self.layers for part in layer.parts()]
         return sum(part.num_bytes for part in (self.embedding, self.norm, self.head, *parts))
+
+    def weight_kinds(self) -> str:
+        """How the weights of the products are kept, for people: ``int4+int8``, ``bfloat16``."""
+        linears = [part for layer in self.layers for part in layer.parts()] + [self.head]
+        kinds = {kind for part in linears if isinstance(part, Linear) for kind in part.kinds()}
+        return "+".join(sorted(kinds)) or str(self.dtype).removeprefix("torch.")
 
     def _unread_names(self) -> frozenset[str]:
         """Tensors that a checkpoint may hold and this rank rightly did not read."""
@@ -159,9 +208,13 @@ class LlamaModel:
     def forward(self, token_ids: torch.Tensor, attention: StepAttention) -> torch.Tensor:
         """``token_ids``: int64 ``[num_tokens]``. Returns final-normed ``[num_tokens, hidden]``."""
         residual = self.embedding(token_ids)
+        if self._is_wide:
+            residual = residual.float()
         for layer in self.layers:
             layer(residual, attention)
-        return self.norm(residual)
+        hidden = self.norm(residual)
+        assert isinstance(hidden, torch.Tensor)
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

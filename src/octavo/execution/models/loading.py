@@ -15,6 +15,7 @@ from octavo.execution.models.gguf_weights import GGUFWeights
 from octavo.execution.models.hf_config import DTYPES, load_hf_config
 from octavo.execution.models.llama import LlamaModel
 from octavo.execution.models.parallel import Collective, TensorParallel
+from octavo.execution.models.quantization import resolve_quantization
 from octavo.execution.models.registry import MODELS
 from octavo.execution.models.safetensors_weights import SafetensorsWeights
 from octavo.execution.models.weights import Weights
@@ -27,6 +28,7 @@ def load_model(
     *,
     load_format: str = "auto",
     dtype: str = "auto",
+    weights: str = "bf16",
     rank: int = 0,
     size: int = 1,
     device: str | torch.device = "cpu",
@@ -38,7 +40,8 @@ def load_model(
 
     ``source`` is a Hugging Face directory or a ``.gguf`` file; with ``load_format="dummy"``,
     whose weights are random, also a ``config.json``. ``dtype`` is ``auto`` (see
-    ``resolve_dtype``) or a name of ``DTYPES``. ``max_positions`` is the rotary table's length,
+    ``resolve_dtype``) or a name of ``DTYPES``; ``weights`` is one of ``WEIGHT_MODES`` (see
+    ``resolve_quantization``). ``max_positions`` is the rotary table's length,
     by default the model's own. ``size`` > 1 needs the collectives of ``TensorParallel``.
 
     Raises:
@@ -49,16 +52,18 @@ def load_model(
         raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}: {load_format!r}")
     collectives = {"all_reduce": all_reduce, "all_gather": all_gather}
     parallel = TensorParallel(rank, size, **{k: v for k, v in collectives.items() if v is not None})
-    config, weights = _open(Path(source), load_format)
+    config, tensors = _open(Path(source), load_format)
+    resolved = resolve_dtype(config, dtype, device)
     if max_positions is not None and max_positions < 1:
         raise ValueError(f"max_positions must be at least 1, got {max_positions}")
     return MODELS[config.architecture](
         config,
-        weights,
-        dtype=resolve_dtype(config, dtype, device),
+        tensors,
+        dtype=resolved,
         device=torch.device(device),
         parallel=parallel,
         max_positions=max_positions or config.max_position_embeddings,
+        quantization=resolve_quantization(weights, resolved, torch.device(device)),
     )
 
 

@@ -60,6 +60,14 @@ class SafetensorsWeights:
             raise ModelLoadError(f"{path}: tensor {name} cannot be read: {error}") from error
         self._unused.discard(name)
 
+    def stored_rows(
+        self, name: str, shape: tuple[int, ...], axis: int, start: int, size: int
+    ) -> None:
+        return None
+
+    def is_quantized(self, name: str) -> bool:
+        return False
+
     def check_all_used(self, ignored: frozenset[str]) -> None:
         check_unused(self.path, self._unused - ignored)
 

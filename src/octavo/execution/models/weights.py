@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octavo.core.model_config import ModelLoadError
 
 # Tensors that some checkpoints carry and nothing needs.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn_rot_embd.weight")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedRows:
+    """A weight in 4 or 8 bits: ``values [N, K]`` uint8, ``scales`` and ``minima`` float16
+    ``[N, K / 32]``. It stands for ``scale * value + minimum`` (4 bits, values 0 to 15) or
+    ``scale * (value - 128)`` (8 bits)."""
+
+    bits: int
+    values: NDArray[np.uint8]
+    scales: NDArray[np.float16]
+    minima: NDArray[np.float16]
 
 
 class Weights(Protocol):
@@ -33,6 +48,17 @@ class Weights(Protocol):
         Raises:
             ModelLoadError: the tensor cannot be read.
         """
+        ...
+
+    def stored_rows(
+        self, name: str, shape: tuple[int, ...], axis: int, start: int, size: int
+    ) -> QuantizedRows | None:
+        """The slice of ``size`` along ``axis`` as it is stored, where the file holds it in a form
+        that `QuantizedRows` can express without loss; None elsewhere. ``check`` came before."""
+        ...
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the file holds ``name`` in fewer bits than a float's."""
         ...
 
     def check_all_used(self, ignored: frozenset[str]) -> None:

@@ -155,10 +155,8 @@ def serve(
             served_model_name=served_model_name,
             drain_timeout_s=drain_timeout,
         )
-        from octavo.model_store import ensure_model
         from octavo.server.run import serve as run_server
 
-        ensure_model(model)
         raise typer.Exit(run_server(config, server))
 
 
@@ -321,6 +319,7 @@ def bench_decode(
 def _readable_errors() -> Iterator[None]:
     """Expected errors are one line on standard error and exit code 1, without a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         yield
     except (ConfigError, ValueError, MemoryError, OSError, RuntimeError) as error:

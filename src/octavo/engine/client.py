@@ -1,0 +1,378 @@
+"""The engine as an asyncio program sees it: `AsyncEngine` starts the engine process and talks to
+it. Owns the door (checks, the queue's bound) and all text; knows no HTTP and no blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import zmq
+import zmq.asyncio
+
+from octavo.config import EngineConfig
+from octavo.core.request import Finished, FinishReason, QueueFullError, RequestError
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.child import (
+    COMMAND,
+    ChildProcess,
+    describe_exit,
+    private_socket_path,
+    remove_socket_path,
+)
+from octavo.engine.messages import (
+    MAX_MESSAGE_BYTES,
+    Abort,
+    AddRequest,
+    Died,
+    FromEngine,
+    Ready,
+    Rejected,
+    Shutdown,
+    StartFailed,
+    StepMessage,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from octavo.engine.output import OutputText
+from octavo.engine.report import EngineReport, EngineStats
+from octavo.engine.stream import Observer, RequestState, RequestStream
+from octavo.scheduling.admission import Limits, resolve_request
+from octavo.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# After the process has ended, its last message may still be on its way.
+_LAST_WORDS_S = 0.2
+# An engine that was told to stop finishes its step first.
+_STOP_TIMEOUT_S = 5.0
+
+
+class EngineStartError(RuntimeError):
+    """The engine could not start; the message is one line for a person."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine died or is being stopped; no request can be served any more."""
+
+
+class AsyncEngine:
+    """A running engine. Make one with `start`; use it on that event loop only.
+
+    ``limits`` and ``report`` say what it can serve, ``stats`` how it is (some 50 ms old while it
+    runs, exact when it is idle). ``observer`` may be set before the first request.
+    """
+
+    def __init__(self) -> None:
+        """Use `start`."""
+        self.report: EngineReport
+        self.limits: Limits
+        self.tokenizer: Tokenizer | None = None
+        self.stats = EngineStats()
+        self.observer: Observer | None = None
+        self.error: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self._states: dict[int, RequestState] = {}
+        self._next_number = 0
+        self._ready: asyncio.Future[EngineReport] = self._loop.create_future()
+        self._exited = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._is_started = False
+        self._is_closing = False
+        self._stopping: asyncio.Task[None] | None = None
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
+        self._socket.set(zmq.LINGER, 0)
+        # Nothing is dropped and nothing blocks: the door bounds what is under way.
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._path = private_socket_path()
+        self._child: ChildProcess | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        tokenizer: Tokenizer | Callable[[], Tokenizer | None] | None = None,
+        *,
+        command: Sequence[str] = COMMAND,
+    ) -> AsyncEngine:
+        """Start the engine process and wait until its model is loaded.
+
+        ``tokenizer`` may be a function that loads it, on a thread beside the model; what it raises
+        is raised here. Without a tokenizer there is no text: deltas carry token ids only.
+
+        Raises:
+            EngineStartError: the engine could not start; the message says why.
+        """
+        engine = cls()
+        try:
+            await engine._start(config, tokenizer, command)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def _start(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | Callable[[], Tokenizer | None] | None,
+        command: Sequence[str],
+    ) -> None:
+        address = f"ipc://{self._path}"
+        self._socket.bind(address)
+        self._child = ChildProcess(config, address, self._on_exit, command)
+        self._reader = asyncio.create_task(self._read(), name="octavo-engine-reader")
+        if tokenizer is None or isinstance(tokenizer, Tokenizer):
+            self.tokenizer = tokenizer
+            self.report = await self._ready
+        else:
+            self.report, self.tokenizer = await asyncio.gather(self._ready, in_thread(tokenizer))
+        # Both ends are connected and never reconnect: leave nothing behind, even after SIGKILL.
+        remove_socket_path(self._path)
+        self.limits = self.report.limits
+        if self.tokenizer is not None:
+            eos = dict.fromkeys(self.limits.eos_token_ids + self.tokenizer.eos_token_ids)
+            known = tuple(i for i in eos if i < self.limits.vocab_size)
+            self.limits = replace(self.limits, eos_token_ids=known)
+        self._is_started = True
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are welcome."""
+        return self._is_started and self.error is None and not self._is_closing
+
+    @property
+    def num_outstanding(self) -> int:
+        return len(self._states)
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process."""
+        return None if self._child is None else self._child.pid
+
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestStream:
+        """Take a request in, or say at once why not; nothing is kept of one that is refused.
+
+        Raises:
+            RequestError: it cannot be served as it is.
+            ContextLengthError: it can never fit.
+            QueueFullError: too many requests are under way.
+            EngineDeadError: the engine is dead or closing.
+        """
+        if self.error is not None:
+            raise EngineDeadError(_headline(self.error))
+        if self._is_closing:
+            raise EngineDeadError("the engine is shutting down")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop needs a tokenizer, which this model has not")
+        room = self.report.max_num_seqs + self.report.max_queued_requests
+        if len(self._states) >= room:
+            raise QueueFullError(
+                f"{len(self._states)} requests run or wait already (max_num_seqs + "
+                f"max_queued_requests = {room}); try again later"
+            )
+        request = resolve_request(
+            self._next_number,
+            prompt_token_ids,
+            params,
+            self.limits,
+            random_seed=secrets.randbits(63),
+        )
+        self._next_number += 1
+        output = None
+        if self.tokenizer is not None:
+            output = OutputText(self.tokenizer, prompt_token_ids, params)
+        state = RequestState(
+            request.number, len(prompt_token_ids), output, time.monotonic(), self.observer
+        )
+        self._send(AddRequest.of(request))
+        self._states[request.number] = state
+        self._drained.clear()
+        return RequestStream(state, self._abort)
+
+    async def close(self, drain_timeout_s: float = 0.0) -> None:
+        """Refuse new requests, let those under way end for at most ``drain_timeout_s``, stop the
+        process. A second call may shorten the wait of a first. Safe to repeat."""
+        self._is_closing = True
+        if drain_timeout_s > 0 and self.error is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(drain_timeout_s):
+                    await self._drained.wait()
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop(), name="octavo-engine-stop")
+        await asyncio.shield(self._stopping)
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────
+
+    def _send(self, message: ToEngine) -> None:
+        # Sent at once: the queue has no bound. To a dead process nothing needs to be sent.
+        self._socket.send(encode(message))
+
+    async def _read(self) -> None:
+        while True:
+            data = await self._socket.recv()
+            try:
+                self._digest(decode_from_engine(data))
+            except Exception as error:  # without a reader every request would wait for ever
+                logger.exception("a message of the engine cannot be digested")
+                self._die(f"{type(error).__name__}: {error}")
+
+    def _digest(self, message: FromEngine) -> None:
+        if isinstance(message, StepMessage):
+            self._digest_step(message)
+        elif isinstance(message, Rejected):
+            state = self._forget(message.number)
+            if state is not None:
+                state.fail(message.error(), FinishReason.ERROR, time.monotonic())
+        elif isinstance(message, Ready):
+            if not self._ready.done():
+                self._ready.set_result(message.report)
+        elif isinstance(message, StartFailed):
+            if not self._ready.done():
+                self._ready.set_exception(EngineStartError(message.reason))
+        elif isinstance(message, Died):
+            self._die(message.error)
+
+    def _digest_step(self, message: StepMessage) -> None:
+        if message.stats is not None:
+            self.stats = message.stats
+        tokens: dict[int, list[int]] = {}
+        for number, token_id in message.tokens():
+            tokens.setdefault(number, []).append(token_id)
+        ends: dict[int, Finished] = {}
+        for finished in message.finished:
+            ends[finished.number] = finished
+            tokens.setdefault(finished.number, [])
+        now = time.monotonic()
+        aborted = []
+        for number, token_ids in tokens.items():
+            state = self._states.get(number)
+            if state is None:  # aborted; the engine did not know yet
+                continue
+            end = ends.get(number)
+            try:
+                if end is None:
+                    state.receive(token_ids, None, None, now)
+                else:
+                    state.receive(token_ids, end.reason, end.error, now)
+            except Exception as error:  # a text that cannot be made concerns its request only
+                logger.exception("request %d failed in the front end", number)
+                state.fail(error, FinishReason.ERROR, now)
+            if state.finish_reason is not None:
+                self._forget(number)
+                if end is None:  # a stop string, or the failure above
+                    aborted.append(number)
+        if aborted:
+            self._send(Abort(tuple(aborted)))
+
+    def _forget(self, number: int) -> RequestState | None:
+        state = self._states.pop(number, None)
+        if not self._states:
+            self._drained.set()
+        return state
+
+    def _abort(self, number: int) -> None:
+        state = self._forget(number)
+        if state is None:
+            return
+        state.fail(None, FinishReason.ABORT, time.monotonic())
+        if self.error is None and self._stopping is None:
+            self._send(Abort((number,)))
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────
+
+    def _on_exit(self, code: int) -> None:
+        self._exited.set()
+        if self._stopping is None:
+            self._loop.call_later(_LAST_WORDS_S, self._die, describe_exit(code))
+
+    def _die(self, error: str) -> None:
+        if self.error is not None or self._stopping is not None:
+            return
+        self.error = error
+        if not self._ready.done():
+            self._ready.set_exception(EngineStartError(_headline(error)))
+            return
+        logger.error("the engine died: %s", _headline(error))
+        assert self._child is not None
+        self._child.kill()
+        # Nothing runs any more; counters stay what they were.
+        self.stats = replace(
+            self.stats,
+            num_running=0,
+            num_waiting=0,
+            num_free_blocks=self.stats.num_usable_blocks,
+        )
+        self._fail_all(_headline(error))
+
+    def _fail_all(self, reason: str) -> None:
+        now = time.monotonic()
+        for number in list(self._states):
+            state = self._forget(number)
+            if state is not None:
+                state.fail(EngineDeadError(reason), FinishReason.ERROR, now)
+
+    async def _stop(self) -> None:
+        self._fail_all("the engine was stopped before the request ended")
+        if self._child is not None:
+            if self._is_started and self.error is None:
+                self._send(Shutdown())
+            else:  # it loads, or it is broken: nothing to wait for
+                self._child.kill()
+            try:
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await self._exited.wait()
+            except TimeoutError:
+                self._child.kill()
+                await self._exited.wait()
+        self._ready.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        self._socket.close(linger=0)
+        self._context.term()
+        remove_socket_path(self._path)
+
+
+def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """The result of a long call on a thread of its own, which keeps neither the loop nor the
+    process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        try:
+            outcome: tuple[T | None, BaseException | None] = (function(), None)
+        except BaseException as error:
+            outcome = (None, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=work, name="octavo-load", daemon=True).start()
+    return future
+
+
+def _headline(error: str) -> str:
+    """The last line of a traceback, which says what happened; other texts have one line."""
+    return error.strip().splitlines()[-1] if error.strip() else "no reason is known"

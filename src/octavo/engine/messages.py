@@ -1,0 +1,233 @@
+"""What the front end and the engine process say to each other: msgspec structs over msgpack.
+
+Knows the wire's types and their checks; knows no sockets. Nothing here can run code: decoding
+yields the types below or raises. What arrives is checked again on the engine's side, as if it came
+from a stranger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from octavo.config import EngineConfig
+from octavo.core.request import (
+    ContextLengthError,
+    Finished,
+    QueueFullError,
+    Request,
+    RequestError,
+    StepOutputs,
+)
+from octavo.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from octavo.engine.report import EngineReport, EngineStats
+from octavo.scheduling.admission import Limits
+
+# The longest prompt that a config allows is 2**24 tokens of four bytes; the rest is small.
+MAX_MESSAGE_BYTES = 4 * 2**24 + 2**20
+MAX_START_BYTES = 2**20
+# A model's own end-of-sequence ids join the client's.
+_MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 1024
+
+_TOKEN = np.dtype("<i4")
+_NUMBER = np.dtype("<i8")
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (RequestError, ContextLengthError, QueueFullError)
+}
+
+
+class MessageError(ValueError):
+    """Bytes that are not a message of this protocol."""
+
+
+class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first line on the engine's standard input, as JSON: where to connect, what to run."""
+
+    address: str
+    config: EngineConfig
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+# ── front end to engine ──────────────────────────────────────────────────────────────────────────
+
+
+class AddRequest(_Message, frozen=True):
+    """``prompt`` holds little-endian int32 token ids; ``params`` is an encoded `SamplingParams`,
+    decoded late so that a wrong value refuses this request and not the connection."""
+
+    number: int
+    prompt: bytes
+    params: msgspec.Raw
+    max_tokens: int
+    seed: int
+    stop_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, request: Request) -> AddRequest:
+        # Stop strings are the front end's business.
+        params = replace(request.params, stop=())
+        return cls(
+            request.number,
+            request.prompt_token_ids.astype(_TOKEN, copy=False).tobytes(),
+            msgspec.Raw(_encoder.encode(params)),
+            request.max_tokens,
+            request.seed,
+            request.stop_token_ids,
+        )
+
+    def request(self, limits: Limits) -> Request:
+        """The request, checked.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        try:
+            params = _params_decoder.decode(self.params)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise RequestError(f"wrong sampling parameters: {error}") from error
+        prompt = _array(self.prompt, _TOKEN, np.dtype(np.int32))
+        if not len(prompt):
+            raise RequestError("the prompt is empty")
+        if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
+            raise RequestError("a token id of the prompt is out of range")
+        if not 1 <= self.max_tokens <= limits.max_length:
+            raise RequestError(f"max_tokens {self.max_tokens} is out of range")
+        if not 0 <= self.seed < 2**64:
+            raise RequestError(f"the seed {self.seed} is out of range")
+        stops = self.stop_token_ids
+        if len(stops) > _MAX_STOP_IDS or any(not 0 <= i < limits.vocab_size for i in stops):
+            raise RequestError("stop_token_ids are too many or out of range")
+        return Request(
+            number=self.number,
+            prompt_token_ids=prompt,
+            params=params,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            stop_token_ids=stops,
+        )
+
+
+class Abort(_Message, frozen=True):
+    """Forget these requests; those that ended already are ignored."""
+
+    numbers: tuple[int, ...]
+
+
+class Shutdown(_Message, frozen=True):
+    """Stop now and exit."""
+
+
+ToEngine: TypeAlias = AddRequest | Abort | Shutdown
+
+
+# ── engine to front end ──────────────────────────────────────────────────────────────────────────
+
+
+class Ready(_Message, frozen=True):
+    """The model is loaded; requests are welcome."""
+
+    report: EngineReport
+
+
+class StartFailed(_Message, frozen=True):
+    """The engine cannot start; ``reason`` is one line for a person."""
+
+    reason: str
+
+
+class StepMessage(_Message, frozen=True):
+    """What a step brought: ``token_ids[i]`` (int32) is for request ``numbers[i]`` (int64)."""
+
+    numbers: bytes
+    token_ids: bytes
+    finished: tuple[Finished, ...]
+    stats: EngineStats | None
+
+    @classmethod
+    def of(cls, outputs: StepOutputs, stats: EngineStats | None) -> StepMessage:
+        return cls(
+            outputs.numbers.astype(_NUMBER, copy=False).tobytes(),
+            outputs.token_ids.astype(_TOKEN, copy=False).tobytes(),
+            outputs.finished,
+            stats,
+        )
+
+    def tokens(self) -> zip[tuple[int, int]]:
+        """Pairs of request number and token id."""
+        numbers = _array(self.numbers, _NUMBER, _NUMBER).tolist()
+        return zip(numbers, _array(self.token_ids, _TOKEN, _TOKEN).tolist(), strict=True)
+
+
+class Rejected(_Message, frozen=True):
+    """A request was refused; ``kind`` names the error class of `octavo.core.request`."""
+
+    number: int
+    kind: str
+    reason: str
+
+    @classmethod
+    def of(cls, number: int, error: Exception) -> Rejected:
+        kind = type(error).__name__
+        return cls(number, kind if kind in _ERRORS else RequestError.__name__, str(error))
+
+    def error(self) -> Exception:
+        return _ERRORS.get(self.kind, RequestError)(self.reason)
+
+
+class Died(_Message, frozen=True):
+    """The engine met an error that it cannot go on from; ``error`` holds the traceback."""
+
+    error: str
+
+
+FromEngine: TypeAlias = Ready | StartFailed | StepMessage | Rejected | Died
+
+_encoder = msgspec.msgpack.Encoder()
+_params_decoder = msgspec.msgpack.Decoder(SamplingParams)
+_to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Raises `MessageError` for anything else."""
+    try:
+        return _to_engine_decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise MessageError(f"not a message to the engine: {error}") from error
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Raises `MessageError` for anything else."""
+    try:
+        return _from_engine_decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise MessageError(f"not a message of the engine: {error}") from error
+
+
+def encode_start(start: Start) -> bytes:
+    """One line of JSON."""
+    return msgspec.json.encode(start) + b"\n"
+
+
+def decode_start(line: bytes) -> Start:
+    """Raises `MessageError`, also when the config in it is refused."""
+    try:
+        return msgspec.json.decode(line, type=Start)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise MessageError(f"not a start message: {error}") from error
+
+
+def _array(data: bytes, wire: np.dtype, native: np.dtype) -> np.ndarray:
+    if len(data) % wire.itemsize:
+        raise RequestError(f"{len(data)} bytes are not a whole number of {wire} values")
+    return np.frombuffer(data, dtype=wire).astype(native, copy=False)

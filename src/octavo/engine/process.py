@@ -1,0 +1,247 @@
+"""The engine in its own process: ``python -m octavo.engine.process``, started by `engine.client`.
+
+Reads one `Start` line from standard input, builds the engine, then serves messages over a private
+ipc socket until told to stop. Dies with its parent, however the parent dies. Knows no text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import zmq
+
+from octavo.config import EngineConfig
+from octavo.core.request import QueueFullError, Request, RequestError
+from octavo.engine.core import EngineCore
+from octavo.engine.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_START_BYTES,
+    Abort,
+    AddRequest,
+    Died,
+    FromEngine,
+    Ready,
+    Rejected,
+    Shutdown,
+    StartFailed,
+    StepMessage,
+    decode_start,
+    decode_to_engine,
+    encode,
+)
+from octavo.engine.report import EngineReport, EngineStats
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[EngineConfig], tuple[EngineCore, EngineReport]]
+
+STATS_INTERVAL_S = 0.05
+# How long the last message may take to leave when the process ends.
+_LINGER_MS = 1000
+_PR_SET_PDEATHSIG = 1
+
+
+class EngineLoop:
+    """Messages in, steps, messages out. Uses no CPU while there is nothing to do."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        report: EngineReport,
+        socket: zmq.Socket[bytes],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._limits = report.limits
+        self._socket = socket
+        self._clock = clock
+        # Requests that the scheduler's queue has no room for yet; the front end bounds them.
+        self._backlog: dict[int, Request] = {}
+        self._num_steps = 0
+        self._stats_due = 0.0
+        self._sent_stats: EngineStats | None = None
+        self._is_stopping = False
+
+    def run(self) -> None:
+        """Serve until a `Shutdown` arrives. Whatever the core raises ends the loop."""
+        while True:
+            if not self._core.has_work:
+                self._send_last_stats()
+                self._socket.poll()
+            self._receive()
+            if self._is_stopping:
+                return
+            self._admit_backlog()
+            if self._core.has_work:
+                self._step()
+
+    def _step(self) -> None:
+        outputs = self._core.step()
+        self._num_steps += 1
+        stats = None
+        now = self._clock()
+        if now >= self._stats_due or not self._core.has_work:
+            self._stats_due = now + STATS_INTERVAL_S
+            self._sent_stats = stats = self._stats()
+        if stats is not None or not outputs.is_empty:
+            self._send(StepMessage.of(outputs, stats))
+
+    def _receive(self) -> None:
+        """Everything that has arrived, without waiting."""
+        while not self._is_stopping:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = decode_to_engine(data)
+            if isinstance(message, AddRequest):
+                self._add(message)
+            elif isinstance(message, Abort):
+                for number in message.numbers:
+                    if self._backlog.pop(number, None) is None:
+                        self._core.scheduler.abort(number)
+            elif isinstance(message, Shutdown):
+                self._is_stopping = True
+
+    def _add(self, message: AddRequest) -> None:
+        try:
+            request = message.request(self._limits)
+            if self._backlog or not self._core.scheduler.has_room:
+                self._backlog[request.number] = request
+            else:
+                self._core.scheduler.add(request)
+        except (RequestError, QueueFullError) as error:
+            self._send(Rejected.of(message.number, error))
+
+    def _admit_backlog(self) -> None:
+        while self._backlog and self._core.scheduler.has_room:
+            number = next(iter(self._backlog))
+            try:
+                self._core.scheduler.add(self._backlog.pop(number))
+            except RequestError as error:
+                self._send(Rejected.of(number, error))
+
+    def _stats(self) -> EngineStats:
+        scheduler = self._core.scheduler
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + len(self._backlog),
+            num_free_blocks=scheduler.manager.num_free_blocks,
+            num_usable_blocks=scheduler.manager.num_usable_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+        )
+
+    def _send_last_stats(self) -> None:
+        """Before going idle, unless the front end knows: an abort may have changed them."""
+        stats = self._stats()
+        if stats != self._sent_stats:
+            self._sent_stats = stats
+            self._send(StepMessage(b"", b"", (), stats))
+
+    def _send(self, message: FromEngine) -> None:
+        self._socket.send(encode(message))
+
+
+def run_engine(core: EngineCore, report: EngineReport, socket: zmq.Socket[bytes]) -> int:
+    """Announce the engine on ``socket`` and serve until the end; returns the exit code."""
+    # What was loaded lives as long as the process; collections need not visit it again.
+    gc.collect()
+    gc.freeze()
+    try:
+        socket.send(encode(Ready(report)))
+        EngineLoop(core, report, socket).run()
+    except Exception:
+        error = traceback.format_exc()
+        logger.critical("the engine died:\n%s", error)
+        socket.send(encode(Died(error)))
+        return 1
+    finally:
+        with contextlib.suppress(Exception):
+            core.close()
+    return 0
+
+
+def run_process(build: Build) -> int:
+    """The life of an engine process: standard input says what to build and where to connect."""
+    _die_with_parent()
+    # Whoever signals the whole process group means the front end, which drains and then says so.
+    # (A handler, not SIG_IGN: the latter would be inherited by compilers that libraries start.)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    os.dup2(2, 1)  # a library's prints are not the server's output
+    try:
+        start = decode_start(_read_line())
+        _watch_parent()
+        context = zmq.Context()
+        socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        socket.set(zmq.LINGER, _LINGER_MS)
+        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.set(zmq.RCVHWM, 0)
+        socket.connect(start.address)
+    except Exception as error:
+        print(f"the engine process cannot start: {error}", file=sys.stderr)
+        return 1
+    try:
+        try:
+            core, report = build(start.config)
+        except Exception as error:
+            socket.send(encode(StartFailed(_reason(error))))
+            return 1
+        return run_engine(core, report, socket)
+    finally:
+        socket.close()
+        context.term()
+
+
+def _reason(error: Exception) -> str:
+    """One line for a person; where the error is not made for one, its traceback is logged."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError) and type(error).__module__.startswith("octavo."):
+        return text
+    logger.error("the engine cannot start", exc_info=error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent ends, where it can (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _watch_parent() -> None:
+    """End this process when standard input closes: the parent holds its other end."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="octavo-parent-watch", daemon=True).start()
+
+
+def _read_line() -> bytes:
+    with open(0, "rb", buffering=0, closefd=False) as stream:
+        return stream.readline(MAX_START_BYTES)
+
+
+def main() -> int:
+    from octavo.engine.build import build_engine
+
+    logging.basicConfig(level=logging.WARNING, format="octavo engine: %(levelname)s: %(message)s")
+    return run_process(build_engine)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

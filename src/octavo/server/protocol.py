@@ -1,0 +1,237 @@
+"""The bodies of OpenAI's API: what is read, what is refused, what is answered.
+
+msgspec structs: strict types, no NaN, the first error only, so that a hostile body costs no more
+than its length. Unknown fields are ignored; known ones that would change the output and are not
+supported are refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from octavo.core.sampling_params import SamplingParams
+from octavo.server.errors import APIError
+
+# Field -> values that ask for nothing. Everything else is refused.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+
+if TYPE_CHECKING:
+
+    class _Unsupported(msgspec.Struct, kw_only=True): ...
+
+else:
+    _Unsupported = msgspec.defstruct(
+        "_Unsupported", [(name, Any, None) for name in UNSUPPORTED], kw_only=True
+    )
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Request(_Unsupported, kw_only=True):
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def refuse_unsupported(self) -> None:
+        """Raises `APIError` naming a field that asks for something that is not supported."""
+        for name, harmless in UNSUPPORTED.items():
+            value = getattr(self, name)
+            if value is None or any(value == v and type(value) is type(v) for v in harmless):
+                continue
+            allowed = " or ".join(msgspec.json.encode(v).decode() for v in harmless[:1])
+            raise APIError(
+                f"{name} {_short(value)} is not supported; leave {name} out"
+                + (f" or send {allowed}" if allowed else ""),
+                param=name,
+                code="unsupported_parameter",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise APIError(
+                "stream_options needs stream: true; send it or leave stream_options out",
+                param="stream_options",
+            )
+
+    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
+        """Raises `APIError` naming the field that is out of range."""
+        given = {
+            name: value
+            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
+            if (value := getattr(self, name)) is not None
+        }
+        stop = self.stop or ()
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                **given,
+            )
+        except ValueError as error:
+            raise APIError(_short_text(str(error)), param=_field_of(str(error))) from error
+
+
+class CompletionRequest(_Request, kw_only=True):
+    """``prompt``: a text, token ids, or a list of either."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+
+
+class ChatRequest(_Request, kw_only=True):
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = None
+
+
+R = TypeVar("R", bound=_Request)
+
+
+def decode_request(body: bytes, kind: type[R]) -> R:
+    """A request of ``kind``.
+
+    Raises:
+        APIError: the body is not JSON, has a wrong type somewhere, or asks for what is not
+            supported.
+    """
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        problem, _, place = str(error).partition(" - at `$")
+        place = place.rstrip("`").lstrip(".")
+        param = re.split(r"[.\[]", place, maxsplit=1)[0] or None
+        text = f"{place}: {problem}" if place else f"the body: {problem}"
+        raise APIError(_short_text(text), param=param) from error
+    except msgspec.DecodeError as error:
+        raise APIError(_short_text(f"the body is not valid JSON: {error}")) from error
+    except RecursionError:
+        raise APIError("the body is nested too deeply") from None
+    request.refuse_unsupported()
+    return request
+
+
+def _field_of(message: str) -> str | None:
+    """The field that a message of `SamplingParams` is about."""
+    for name in ("max_tokens", "stop_token_ids", *_Request.__struct_fields__):
+        if message.startswith(name):
+            return name
+    return "stop" if "stop string" in message else None
+
+
+def _short(value: object) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _short_text(text: str) -> str:
+    return text if len(text) <= 500 else text[:497] + "..."
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, num_prompt_tokens: int, num_tokens: int) -> Usage:
+        return cls(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens)
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class Answer(msgspec.Struct):
+    """A whole response or a chunk. ``usage`` is left out where nobody asked for it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET

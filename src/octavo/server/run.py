@@ -1,0 +1,228 @@
+"""From configs to a running server and back to nothing: sockets, signals, the order of things."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import shlex
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from octavo.config import ConfigError, EngineConfig, ServerConfig
+from octavo.engine.child import COMMAND
+from octavo.engine.client import AsyncEngine, in_thread
+from octavo.model_store import KNOWN_MODELS, ensure_model
+from octavo.server.app import create_app
+from octavo.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+
+_BACKLOG = 2048
+_MAX_HEADER_BYTES = 64 * 1024
+# Beyond the drain: time to write the last answers.
+_LAST_ANSWERS_S = 5
+_HURRIED_ANSWERS_S = 1
+
+
+def serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    *,
+    engine_command: Sequence[str] = COMMAND,
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain and return the exit code, 0.
+
+    A second signal cuts the drain short.
+
+    Raises:
+        ConfigError: the address cannot be listened on (found before the model is loaded).
+        ModelStoreError, TokenizerError, ChatTemplateError: the model's files are not usable.
+        EngineStartError: the engine could not start.
+    """
+    with contextlib.closing(listen(server_config.host, server_config.port)) as listener:
+        asyncio.run(_serve(engine_config, server_config, listener, engine_command))
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Clients that connect while the model loads wait for it.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not this machine's.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"host {host!r} cannot be used: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another port (0 takes "
+            "a free one) or host"
+        ) from error
+    return listener
+
+
+def model_name_of(engine_config: EngineConfig, server_config: ServerConfig) -> str:
+    """What clients call the model: as configured, a known name, or its file's or folder's name."""
+    if server_config.served_model_name:
+        return server_config.served_model_name
+    if engine_config.model in KNOWN_MODELS:
+        return engine_config.model
+    path = Path(engine_config.model).expanduser().resolve()
+    return path.name.removesuffix(".gguf") or engine_config.model
+
+
+async def _serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    listener: socket.socket,
+    engine_command: Sequence[str],
+) -> None:
+    stop = _Stop()
+    name = model_name_of(engine_config, server_config)
+    starting = asyncio.create_task(_start_engine(engine_config, engine_command))
+    stopping = asyncio.create_task(stop.first.wait())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return
+        engine = starting.result()
+    finally:
+        stopping.cancel()
+    try:
+        app = create_app(engine, server_config, model_name=name)
+        url = _url(server_config.host, listener)
+
+        def announce() -> None:
+            print(replace(engine.report, model=name), flush=True)
+            print(f"Listening on {url}. Try:\n{_curl(url, name, engine.tokenizer)}", flush=True)
+
+        server = _Server(app, server_config.drain_timeout_s, announce)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        closing = asyncio.create_task(_close_on_signal(stop, server, engine, server_config))
+        try:
+            await serving
+        finally:
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+    finally:
+        await engine.close()
+
+
+async def _start_engine(config: EngineConfig, command: Sequence[str]) -> AsyncEngine:
+    """Fetch the model where it is a known one, then load it and its tokenizer side by side."""
+    path = await in_thread(lambda: ensure_model(config.model))
+
+    def load() -> Tokenizer | None:
+        try:
+            return load_tokenizer(path)
+        except TokenizerError:
+            if config.load_format == "dummy":
+                return None
+            raise
+
+    return await AsyncEngine.start(replace(config, model=str(path)), load, command=command)
+
+
+async def _close_on_signal(
+    stop: _Stop, server: _Server, engine: AsyncEngine, config: ServerConfig
+) -> None:
+    await stop.first.wait()
+    server.should_exit = True
+    drain = asyncio.create_task(engine.close(config.drain_timeout_s))
+    second = asyncio.create_task(stop.second.wait())
+    try:
+        await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)
+        await engine.close()
+        await stop.second.wait()
+        await asyncio.sleep(_HURRIED_ANSWERS_S)
+        server.force_exit = True  # whoever still reads an answer is too slow
+    finally:
+        drain.cancel()
+        second.cancel()
+
+
+class _Stop:
+    """The first and the second signal to stop."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._set)
+
+    def _set(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its own signal handling, which ends the process by the signal's death."""
+
+    def __init__(
+        self, app: FastAPI, drain_timeout_s: float, on_started: Callable[[], None]
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=math.ceil(drain_timeout_s) + _LAST_ANSWERS_S,
+        )
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    """Where a client on this machine reaches the server."""
+    port = listener.getsockname()[1]
+    if host in ("", "0.0.0.0"):
+        host = "127.0.0.1"
+    elif host == "::":
+        host = "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _curl(url: str, model: str, tokenizer: Tokenizer | None) -> str:
+    """A command that works as it stands."""
+    body: dict[str, object] = {"model": model}
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        path = "/v1/chat/completions"
+        body |= {"messages": [{"role": "user", "content": "What is a KV cache?"}]}
+    elif tokenizer is not None:
+        path, body["prompt"] = "/v1/completions", "A KV cache is"
+    else:
+        path, body["prompt"] = "/v1/completions", [1, 2, 3]
+    body["max_tokens"] = 32
+    data = shlex.quote(json.dumps(body))
+    return f"curl {url}{path} -H 'Content-Type: application/json' -d {data}"

@@ -1,0 +1,167 @@
+"""Every refusal has OpenAI's shape and the right status, and costs the server nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tiny_model import MAX_LEN
+from tiny_server import TinyServer
+
+JSON = {"Content-Type": "application/json"}
+LIMIT = 64 * 1024
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Any) -> Iterator[TinyServer]:
+    server = TinyServer(
+        tiny_model,
+        engine={"max_num_seqs": 1, "max_queued_requests": 2, "attention": "gather"},
+        server={"max_request_bytes": LIMIT},
+    )
+    try:
+        yield server.wait_ready()
+    finally:
+        server.stop()
+
+
+def refused(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error object, its shape checked."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert body.keys() == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert len(error["message"]) < 700
+    return error
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt"),
+        (COMPLETIONS, {"prompt": ""}, None),
+        (COMPLETIONS, {"prompt": [99999]}, None),
+        (COMPLETIONS, {"prompt": [-1]}, None),
+        (COMPLETIONS, {"prompt": [2**90]}, None),
+        (COMPLETIONS, {"prompt": [[]]}, None),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 2**40}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": MAX_LEN}, None),
+        (COMPLETIONS, {"prompt": "x", "temperature": -0.1}, "temperature"),
+        (COMPLETIONS, {"prompt": "x", "stop_token_ids": [5000]}, None),
+        (COMPLETIONS, {"prompt": "x", "n": 2}, "n"),
+        (COMPLETIONS, {"prompt": "x", "stream": "yes"}, "stream"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": ["hi"]}, "messages"),
+        (CHAT, {"messages": [{"content": "hi"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "messages"),
+        (CHAT, {"messages": [{"role": ["user"], "content": "hi"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        (CHAT, {"messages": [USER, {"role": "tool", "content": "x"}]}, "messages"),
+        (CHAT, {"messages": [USER], "max_completion_tokens": -5}, "max_tokens"),
+        (CHAT, {"messages": [USER], "tools": [{}]}, "tools"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_values_are_400(
+    server: TinyServer, path: str, body: dict[str, Any], param: str | None, stream: bool
+) -> None:
+    response = httpx.post(server.url + path, json={"stream": stream} | body)
+    error = refused(response, 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+
+
+def test_too_long_says_how_much_fits(server: TinyServer) -> None:
+    body = {"prompt": "x" * 4000, "max_tokens": 97}
+    error = refused(httpx.post(server.url + COMPLETIONS, json=body), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "at most 96 tokens" in error["message"]
+    httpx.post(server.url + COMPLETIONS, json=body | {"max_tokens": 1}).raise_for_status()
+
+
+def test_broken_bodies(server: TinyServer) -> None:
+    for data in (b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 60_000):
+        refused(httpx.post(server.url + COMPLETIONS, content=data, headers=JSON), 400)
+
+
+def test_other_content_types_are_415(server: TinyServer) -> None:
+    for headers in ({}, {"Content-Type": "text/plain"}):
+        response = httpx.post(server.url + CHAT, content=b"{}", headers=headers)
+        assert "application/json" in refused(response, 415)["message"]
+
+
+@pytest.mark.parametrize("factor", [1, 3, 40])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_large_bodies_are_413(server: TinyServer, factor: int, is_chunked: bool) -> None:
+    data = b'{"prompt": "' + b"x" * (LIMIT * factor) + b'"}'
+
+    def chunks() -> Iterator[bytes]:
+        for start in range(0, len(data), 10_000):
+            yield data[start : start + 10_000]
+
+    try:
+        response = httpx.post(
+            server.url + COMPLETIONS, content=chunks() if is_chunked else data, headers=JSON
+        )
+    except httpx.TransportError:
+        assert factor > 4  # cut off while it writes far more than what is read and discarded
+    else:
+        assert refused(response, 413)["code"] == "request_too_large"
+    assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_unknown_models_and_routes_are_404(server: TinyServer) -> None:
+    body = {"model": "gpt-7", "prompt": "x"}
+    error = refused(httpx.post(server.url + COMPLETIONS, json=body), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "'tiny'" in error["message"]
+    refused(httpx.get(server.url + "/v1/embeddings"), 404)
+    refused(httpx.get(server.url + COMPLETIONS), 405)
+    refused(httpx.get(server.url + "/v1/models/" + "x" * 1000), 404)
+
+
+def test_a_full_queue_is_429_and_says_when_to_come_back(server: TinyServer) -> None:
+    many = {"prompt": ["a"] * 4, "max_tokens": 5}
+    for stream in (False, True):
+        response = httpx.post(server.url + COMPLETIONS, json=many | {"stream": stream})
+        error = refused(response, 429)
+        assert error["code"] == "queue_full"
+        assert response.headers["retry-after"] == "1"
+    server.wait_idle()  # the three that had been taken are gone
+    three = {"prompt": ["a"] * 3, "max_tokens": 5}
+    httpx.post(server.url + COMPLETIONS, json=three).raise_for_status()
+
+
+def test_openais_client_raises_its_own_exceptions(server: TinyServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError, match="temperature must be in") as bad:
+            client.completions.create(model="tiny", prompt="x", temperature=-1)
+        assert bad.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="nobody", prompt="x")
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(model="tiny", prompt=["x"] * 9)
+
+
+def test_after_all_that_nothing_is_lost(server: TinyServer) -> None:
+    metrics = server.wait_idle()
+    assert metrics['octavo_request_success_total{finished_reason="error"}'] == 0
+    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+    assert not server.errors, "".join(server.errors)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from octavo.config import ConfigError, EngineConfig, KVMemory
 from octavo.core.layout import KVLayout
+from octavo.core.model_config import ModelLoadError
 from octavo.core.plan import Batch, KVCapacity, RowInit, StepPlan, int_array
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
@@ -21,6 +22,8 @@ from octavo.model_store import resolve_model
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from octavo.execution.arena import Arena
     from octavo.execution.attention.interface import AttentionBackend
     from octavo.execution.models.llama import LlamaModel
@@ -87,7 +90,13 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     runner = Runner(
         model, arena, attention, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
     )
-    _warm_up(runner, num_tokens=min(32, layout.block_size * (num_blocks - 1), max_model_len))
+    try:
+        _warm_up(runner, num_tokens=min(32, layout.block_size * (num_blocks - 1), max_model_len))
+    except FloatingPointError as error:
+        raise ModelLoadError(
+            f"{path}: the model computes no numbers ({error}); its weights are damaged, or do not "
+            f"fit {_dtype_name(model.dtype)}"
+        ) from error
     capacity = KVCapacity(num_blocks, layout.block_size, layout.block_bytes)
     depth = config.depth or 1
     executor = InProcessExecutor(runner, capacity, threaded=depth > 1)
@@ -102,7 +111,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     report = EngineReport(
         model=config.model,
         architecture=model_config.architecture,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=_dtype_name(model.dtype),
         weights=model.weight_kinds(),
         device="cpu",
         attention=attention_name,
@@ -120,6 +129,10 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         load_s=time.perf_counter() - started,
     )
     return core, report
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _max_model_len(config: EngineConfig, longest: int) -> int:

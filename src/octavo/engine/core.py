@@ -41,15 +41,19 @@ class EngineCore:
             plan = self.scheduler.plan()
             if plan is None:
                 break
-            self.executor.launch(plan)
+            # Noted before it is launched, and forgotten after it is collected: an interrupt in
+            # between then leaves a step that is collected next time, never one that is lost.
             self._in_flight.append(plan.step_id)
+            self.executor.launch(plan)
         if not self._in_flight:
             return NO_OUTPUTS
-        step_id = self._in_flight.popleft()
+        step_id = self._in_flight[0]
         try:
             result = self.executor.collect()
         except StepError as error:
+            self._in_flight.popleft()
             return self.scheduler.fail(step_id, str(error))
+        self._in_flight.popleft()
         return self.scheduler.update(result)
 
     def close(self) -> None:

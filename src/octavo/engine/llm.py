@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from octavo.config import EngineConfig
@@ -62,6 +65,7 @@ class LLM:
             eos = dict.fromkeys(self._limits.eos_token_ids + self.tokenizer.eos_token_ids)
             self._limits = replace(self._limits, eos_token_ids=tuple(eos))
         self._next_number = 0
+        self._is_closed = False
 
     report: EngineReport
 
@@ -112,7 +116,8 @@ class LLM:
         return results[0] if is_one else results
 
     def close(self) -> None:
-        """Stop the engine and release its memory."""
+        """Stop the engine and release its memory. Safe to call twice."""
+        self._is_closed = True
         self._core.close()
 
     def __enter__(self) -> LLM:
@@ -123,10 +128,15 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return prompt
+            return _token_ids(prompt)
         if self.tokenizer is None:
             raise RequestError("a model of random weights has no tokenizer; give token ids")
-        return self.tokenizer.encode(prompt)
+        from octavo.text.tokenizer import TokenizerError
+
+        try:
+            return self.tokenizer.encode(prompt)
+        except TokenizerError as error:
+            raise RequestError(str(error)) from error
 
     def _run(
         self,
@@ -134,19 +144,24 @@ class LLM:
         params: Sequence[SamplingParams],
         progress: bool,
     ) -> list[Completion]:
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed; make a new one")
         requests = [self._resolve(ids, item) for ids, item in zip(prompts, params, strict=True)]
         outputs = {request.number: _Output(self.tokenizer, request) for request in requests}
         pending = iter(requests)
         backlog = next(pending, None)
         scheduler = self._core.scheduler
-        with _progress_bar(len(requests), progress) as advance:
+        with (
+            _progress_bar(len(requests), progress) as advance,
+            _interrupts_between_steps() as raise_interrupt,
+        ):
             try:
                 while backlog is not None or self._core.has_work:
                     while backlog is not None and scheduler.has_room:
                         scheduler.add(backlog)
                         backlog = next(pending, None)
-                    num_done = self._step(outputs)
-                    advance(num_done)
+                    advance(self._step(outputs))
+                    raise_interrupt()
             except BaseException:
                 # An interrupt or a bug: leave the engine as if the call had not been made.
                 for number in outputs:
@@ -231,8 +246,18 @@ class _Output:
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is a single prompt: a text, or a flat list of token ids."""
-    return isinstance(prompts, str) or bool(prompts and not isinstance(prompts[0], str | Sequence))
+    """Whether this is a single prompt: a text, or a flat list (or array) of token ids."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """A list of whole numbers; whether they are in the vocabulary is checked later."""
+    if not hasattr(prompt, "__len__"):
+        raise RequestError(f"a prompt must be a text or a list of token ids, got {prompt!r}")
+    for item in prompt:
+        if isinstance(item, bool) or not isinstance(item, Integral):
+            raise RequestError(f"a token id must be an integer, got {item!r}")
+    return [int(item) for item in prompt]
 
 
 def _params_for(
@@ -248,13 +273,40 @@ def _params_for(
 
 
 @contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Ctrl-C raises at the call that this yields, where the engine's state is whole, and not in
+    the middle of a step. A second one raises at once. Handlers of the program's own are left."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    was_interrupted = False
+
+    def note(*_: object) -> None:
+        nonlocal was_interrupted
+        was_interrupted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def raise_interrupt() -> None:
+        if was_interrupted:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_interrupt
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
 def _progress_bar(total: int, shown: bool) -> Iterator[Any]:
     if not shown:
         yield lambda count: None
         return
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn()) as bar:
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("Generating", total=total)
         yield lambda count: bar.advance(task, count) if count else None

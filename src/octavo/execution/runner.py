@@ -46,8 +46,9 @@ class Runner:
         self.tables: IntArray = np.full((max_num_seqs, max_blocks), NULL_BLOCK, dtype=np.int32)
         self.position: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self.last_token = np.zeros(max_num_seqs, dtype=np.int64)
-        # Tokens that a row still has to compute, from its position at initialisation on.
+        # Tokens that a row was initialised with, and their number.
         self._known: list[IntArray] = [np.zeros(0, dtype=np.int32)] * max_num_seqs
+        self._num_known: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -77,6 +78,7 @@ class Runner:
             self.tables[row, : len(init.block_ids)] = init.block_ids
             self.position[row] = init.num_computed_tokens
             self._known[row] = init.token_ids
+            self._num_known[row] = len(init.token_ids)
             self.sampler.set_row(row, init.params, init.seed)
         deltas = plan.table_deltas
         if len(deltas):
@@ -88,14 +90,11 @@ class Runner:
         """Known tokens of rows that are behind, else what the row sampled last."""
         token_ids = np.empty(step.num_tokens, dtype=np.int64)
         token_ids[step.offsets] = self.last_token[step.rows]
-        for i in np.flatnonzero(step.starts < self._num_known(step.rows)).tolist():
+        for i in np.flatnonzero(step.starts < self._num_known[step.rows]).tolist():
             offset, count, start = step.offsets[i], step.counts[i], step.starts[i]
             known = self._known[step.rows[i]]
             token_ids[offset : offset + count] = known[start : start + count]
         return token_ids
-
-    def _num_known(self, rows: IntArray) -> IntArray:
-        return np.fromiter((len(self._known[row]) for row in rows), np.int32, len(rows))
 
     def _sample(self, plan: StepPlan, hidden: torch.Tensor, ends: IntArray) -> NDArray[np.int64]:
         batch = plan.batch

@@ -28,17 +28,21 @@ class InProcessExecutor:
 
     def __init__(self, runner: StepRunner, capacity: KVCapacity, *, threaded: bool) -> None:
         self.capacity = capacity
-        self._runner = runner
+        self._runner: StepRunner | None = runner
         self._results: queue.SimpleQueue[StepResult | StepError] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if threaded:
-            self._thread = threading.Thread(target=self._work, name="octavo-executor", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, args=(runner,), name="octavo-executor", daemon=True
+            )
             self._thread.start()
 
     def launch(self, plan: StepPlan) -> None:
+        if self._runner is None:
+            raise RuntimeError("the executor is closed")
         if self._thread is None:
-            self._results.put(self._run(plan))
+            self._results.put(_run(self._runner, plan))
         else:
             self._plans.put(plan)
 
@@ -53,17 +57,19 @@ class InProcessExecutor:
             self._plans.put(None)
             self._thread.join()
             self._thread = None
+        self._runner = None
 
-    def _work(self) -> None:
+    def _work(self, runner: StepRunner) -> None:
         while (plan := self._plans.get()) is not None:
-            self._results.put(self._run(plan))
+            self._results.put(_run(runner, plan))
 
-    def _run(self, plan: StepPlan) -> StepResult | StepError:
-        try:
-            return self._runner.run(plan)
-        except Exception as error:
-            # Whatever went wrong in the mechanism concerns the requests of this step only.
-            logger.exception("step %d failed", plan.step_id)
-            failure = StepError(f"step {plan.step_id} failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            return failure
+
+def _run(runner: StepRunner, plan: StepPlan) -> StepResult | StepError:
+    try:
+        return runner.run(plan)
+    except Exception as error:
+        # Whatever went wrong in the mechanism concerns the requests of this step only.
+        logger.exception("step %d failed", plan.step_id)
+        failure = StepError(f"step {plan.step_id} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure

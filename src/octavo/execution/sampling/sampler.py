@@ -1,7 +1,8 @@
 """Greedy and random sampling over rows of mixed parameters.
 
-Each row's token depends on its own logits, parameters, seed and token index alone. Rows that use a
-feature pay for it; an all-greedy batch is one argmax.
+Each row's token depends on its own logits, parameters, seed and token index alone, to the last
+bit: every sum over the vocabulary runs within one row, in one order. Rows that use a feature pay
+for it; an all-greedy batch is one argmax.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ class Sampler:
     def __init__(self, max_num_seqs: int) -> None:
         self.temperature = np.ones(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
-        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
-        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        # In float64: a tiny top_p must not become 0, nor one just below 1 become 1.
+        self.top_p = np.ones(max_num_seqs, dtype=np.float64)
+        self.min_p = np.zeros(max_num_seqs, dtype=np.float64)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
 
     def set_row(self, row: int, params: SamplingParams, seed: int) -> None:
+        """``seed`` is resolved: 0 to 2**64 - 1."""
         self.temperature[row] = params.temperature
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
@@ -43,81 +46,97 @@ class Sampler:
 
         ``logits`` is fp32 ``[n, vocab]``; ``token_indices[i]`` is the place in its sequence of the
         token to sample. Returns ``[n]`` token ids.
+
+        Raises:
+            FloatingPointError: a row's logits hold NaN or +inf, or nothing but -inf.
         """
-        tokens: NDArray[np.int64] = torch.argmax(logits, dim=-1).numpy()
-        random = np.flatnonzero(self.temperature[rows] > 0)
-        if not len(random):
+        num_vocab = logits.shape[1]
+        best = torch.argmax(logits, dim=-1, keepdim=True)
+        largest = logits.gather(1, best)
+        _check_finite(largest)  # argmax finds a NaN, too
+        tokens: NDArray[np.int64] = best[:, 0].numpy()
+        top_k = self.top_k[rows]
+        random = (self.temperature[rows] > 0) & (top_k != 1)
+        if not random.any():
             return tokens
-        chosen = rows[random]
-        noise = torch.from_numpy(uniform(self.seed[chosen], token_indices[random]))
-        scaled = logits if len(random) == len(rows) else logits[torch.from_numpy(random)]
-        # Divided in fp32 by at least 1e-5: lower temperatures are greedy in all but name.
-        temperature = np.maximum(self.temperature[chosen], 1e-5)
-        scaled = scaled / torch.from_numpy(temperature)[:, None]
-        filtered = (self.top_k[chosen] > 0) | (self.top_p[chosen] < 1)
-        result = np.empty(len(random), dtype=np.int64)
-        for is_filtered, choose in ((True, self._choose_sorted), (False, self._choose_plain)):
-            which = np.flatnonzero(filtered == is_filtered)
+        filtered = random & (((top_k > 0) & (top_k < num_vocab)) | (self.top_p[rows] < 1))
+        noise = torch.from_numpy(uniform(self.seed[rows], token_indices))
+        for is_chosen, choose in (
+            (random & ~filtered, self._choose_plain),
+            (filtered, self._choose_sorted),
+        ):
+            which = np.flatnonzero(is_chosen)
             if len(which):
                 index = torch.from_numpy(which)
-                result[which] = choose(scaled[index], chosen[which], noise[index])
-        tokens[random] = result
+                own = logits if len(which) == len(rows) else logits[index]
+                # The largest is subtracted first, so that no temperature overflows. Below 1e-5
+                # a temperature is greedy in all but name.
+                temperature = np.maximum(self.temperature[rows[which]], 1e-5)
+                scaled = (own - largest[index]).div_(torch.from_numpy(temperature)[:, None])
+                tokens[which] = choose(scaled, rows[which], noise[index])
         return tokens
 
     def _choose_plain(
         self, scaled: torch.Tensor, rows: IntArray, noise: torch.Tensor
     ) -> NDArray[np.int64]:
-        """Inverse of the cumulative distribution over the vocabulary in its own order."""
+        """Among the whole vocabulary, in its own order."""
         probabilities = torch.softmax(scaled, dim=-1)
         min_p = self.min_p[rows]
         if min_p.any():
             floor = probabilities.amax(dim=-1) * torch.from_numpy(min_p)
-            probabilities.masked_fill_(probabilities < floor[:, None], 0.0)
-        return _invert(probabilities, noise)
+            probabilities.masked_fill_(probabilities < floor.float()[:, None], 0.0)
+        picked: NDArray[np.int64] = _invert(probabilities, noise).numpy()
+        return picked
 
     def _choose_sorted(
         self, scaled: torch.Tensor, rows: IntArray, noise: torch.Tensor
     ) -> NDArray[np.int64]:
-        """Among the most likely tokens: top-k, then top-p over what is left, then min-p."""
+        """Among the most likely tokens: top-k, then top-p of what that leaves, then min-p."""
         num_vocab = scaled.shape[1]
-        top_k = torch.from_numpy(self.top_k[rows])
-        top_k = torch.where(top_k > 0, top_k.clamp(max=num_vocab), num_vocab)
+        probabilities = torch.softmax(scaled, dim=-1)
+        top_k = self.top_k[rows]
+        limit = torch.from_numpy(np.where(top_k > 0, np.minimum(top_k, num_vocab), num_vocab))
         top_p = torch.from_numpy(self.top_p[rows])
         min_p = torch.from_numpy(self.min_p[rows])
-        result = np.empty(len(rows), dtype=np.int64)
-        log_total = torch.logsumexp(scaled, dim=-1)
+        result = torch.empty(len(rows), dtype=torch.int64)
         pending = torch.arange(len(rows))
-        count = min(_NUM_CANDIDATES, num_vocab)
-        while len(pending):
-            values, token_ids = torch.topk(scaled[pending], count, dim=-1)
-            probabilities = torch.exp(values - log_total[pending, None])
-            rank = torch.arange(count)
-            k = top_k[pending]
-            probabilities.masked_fill_(rank >= k[:, None], 0.0)
-            # The mass that top-p divides: all of it, or what top-k keeps. A row is settled when
-            # the candidates hold every token that its filters can keep.
-            mass = torch.cumsum(probabilities, dim=-1, dtype=torch.float64)
-            total = torch.where(k < num_vocab, mass[:, -1], torch.ones_like(mass[:, -1]))
-            threshold = top_p[pending].double() * total
-            settled = (k <= count) | (mass[:, -1] >= threshold) & (top_p[pending] < 1)
-            settled = settled & ((k >= num_vocab) | (k <= count)) | (count == num_vocab)
-            before = mass - probabilities
-            probabilities.masked_fill_(before >= threshold[:, None], 0.0)
-            floor = probabilities[:, 0] * min_p[pending]
-            probabilities.masked_fill_(probabilities < floor[:, None], 0.0)
-            place = torch.from_numpy(_invert(probabilities[settled], noise[pending[settled]]))
-            picked = token_ids[settled].gather(1, place[:, None])[:, 0]
-            result[pending[settled].numpy()] = picked.numpy()
-            pending, count = pending[~settled], num_vocab
-        return result
+        for count in (min(_NUM_CANDIDATES, num_vocab), num_vocab):
+            candidates = torch.topk(scaled[pending], count, dim=-1).indices
+            kept = probabilities[pending].gather(1, candidates).double()
+            k, p = limit[pending, None], top_p[pending, None]
+            kept.masked_fill_(torch.arange(count) >= k, 0.0)
+            mass = torch.cumsum(kept, dim=-1)
+            # Top-p divides what top-k leaves: all of it, 1, where top-k is off. The candidates
+            # are enough where they hold all that top-k or, without it, top-p can leave.
+            goal = p * torch.where(k <= count, mass[:, -1:], 1.0)
+            enough = ((k <= count) | ((k == num_vocab) & (mass[:, -1:] >= goal)))[:, 0]
+            drop = mass - kept >= goal
+            drop |= kept < kept[:, :1] * min_p[pending, None]
+            drop[:, 0] = False
+            place = _invert(kept.masked_fill_(drop, 0.0), noise[pending])
+            chosen = candidates.gather(1, place[:, None])[:, 0]
+            result[pending[enough]] = chosen[enough]
+            pending = pending[~enough]
+            if not len(pending):
+                break
+        picked: NDArray[np.int64] = result.numpy()
+        return picked
 
 
-def _invert(probabilities: torch.Tensor, noise: torch.Tensor) -> NDArray[np.int64]:
-    """The first index whose cumulative (unnormalized) probability exceeds ``noise`` of the sum."""
-    cumulative = torch.cumsum(probabilities, dim=-1, dtype=torch.float64)
-    target = noise * cumulative[:, -1]
-    index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    # Rounding may leave the target at the very end: take the last token that has probability.
-    last = probabilities.shape[1] - 1 - (probabilities.flip(-1) > 0).int().argmax(dim=-1)
-    picked: NDArray[np.int64] = torch.minimum(index, last).numpy()
-    return picked
+def _check_finite(largest: torch.Tensor) -> None:
+    """``largest [n, 1]`` holds each row's largest logit, or a NaN of the row."""
+    bad = int((~torch.isfinite(largest)).sum())
+    if bad:
+        raise FloatingPointError(
+            f"the logits of {bad} of {len(largest)} sequences are not finite (NaN or infinity): "
+            "the weights are damaged, or a value left the range of the dtype"
+        )
+
+
+def _invert(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """The first index whose cumulative weight exceeds ``noise`` of the sum: never a zero one."""
+    cumulative = torch.cumsum(weights, dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    # Rounding may lift the product to the sum itself, which nothing exceeds.
+    target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]

@@ -1,0 +1,192 @@
+"""The composition root: what options become, and which are refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.tiny_engine import TOKEN_BYTES, build, options, pool, save_gguf, save_llama
+from octavo.config import ConfigError, EngineConfig
+from octavo.core.model_config import ModelLoadError
+from octavo.engine.build import build_engine
+from octavo.engine.core import EngineCore
+from octavo.engine.report import EngineReport
+from octavo.execution import host
+from octavo.model_store import ModelStoreError
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def report_of(model: Path, **changes: Any) -> EngineReport:
+    core, report = build(model, **changes)
+    core.close()
+    return report
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 48])
+@pytest.mark.parametrize(
+    ("kv_memory", "num_bytes"),
+    [("64KiB", 65536), ("0.1MiB", 104857), ("100000", 100000), ("70 KB", 70000), ("2GiB", None)],
+)
+def test_a_size_gives_as_many_blocks_as_fit(
+    model: Path, kv_memory: str, num_bytes: int | None, block_size: int
+) -> None:
+    report = report_of(model, kv_memory=kv_memory, block_size=block_size)
+    capacity = report.capacity
+    assert capacity.block_bytes == TOKEN_BYTES * block_size
+    assert capacity.block_size == block_size
+    # Four rows of 128 tokens never need more than this, however much is offered.
+    most = -(-4 * 128 // block_size) + 1
+    fits = most if num_bytes is None else num_bytes // capacity.block_bytes
+    assert capacity.num_blocks == min(fits, most)
+
+
+@pytest.mark.parametrize(("kv_memory", "share"), [("50%", 0.5), ("100%", 1.0), ("12.5%", 0.125)])
+def test_a_share_is_of_what_remains(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kv_memory: str, share: float
+) -> None:
+    monkeypatch.setattr(host, "available_bytes", lambda: 3 * MIB)
+    report = report_of(model, kv_memory=kv_memory, max_num_seqs=64)
+    remaining = 3 * MIB - report.workspace_bytes
+    assert report.capacity.num_blocks == int(share * remaining) // (16 * TOKEN_BYTES)
+
+
+def test_auto_takes_half_of_what_remains(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available_bytes", lambda: 3 * MIB)
+    report = report_of(model, kv_memory="auto", max_num_seqs=64)
+    remaining = 3 * MIB - report.workspace_bytes
+    assert report.capacity.num_blocks == remaining // 2 // (16 * TOKEN_BYTES)
+
+
+@pytest.mark.parametrize("kv_memory", [pool(1), pool(2), pool(3, 16)])
+def test_the_smallest_pools_serve(model: Path, kv_memory: str) -> None:
+    core, report = build(model, kv_memory=kv_memory)
+    assert report.num_kv_tokens == report.limits.num_kv_tokens
+    assert report.num_kv_tokens == (report.capacity.num_blocks - 1) * 16
+    assert report.limits.max_length == report.num_kv_tokens + 1
+    assert core.scheduler.manager.num_usable_blocks == report.capacity.num_blocks - 1
+    core.close()
+
+
+@pytest.mark.parametrize("kv_memory", ["1", "8191", "16383"])
+def test_less_than_two_blocks_is_refused(model: Path, kv_memory: str) -> None:
+    message = r"at least two blocks of 8192 bytes \(16 tokens each\), but kv_memory leaves room for"
+    with pytest.raises(ConfigError, match=message + r" [01]; give more memory or a smaller block"):
+        build(model, kv_memory=kv_memory)
+
+
+@pytest.mark.parametrize("kv_memory", ["100%", "auto", "1%"])
+def test_no_memory_left_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kv_memory: str
+) -> None:
+    monkeypatch.setattr(host, "available_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match="kv_memory leaves room for 0; give more memory"):
+        build(model, kv_memory=kv_memory)
+
+
+def test_more_than_there_is_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"asks for 900000.00 GiB but .* remain .* ask for less"):
+        build(model, kv_memory="900000GiB")
+
+
+def test_a_context_over_the_models_is_refused(model: Path) -> None:
+    assert report_of(model).max_model_len == 128
+    assert report_of(model, max_model_len=128).max_model_len == 128
+    assert report_of(model, max_model_len=2).max_model_len == 2
+    with pytest.raises(ConfigError, match=r"max_model_len 129 is more than .* 128 positions"):
+        build(model, max_model_len=129)
+
+
+@pytest.mark.parametrize(("depth", "expected"), [(None, 1), (1, 1), (2, 2)])
+def test_depth(model: Path, depth: int | None, expected: int) -> None:
+    core, report = build(model, depth=depth)
+    assert core.depth == report.depth == expected
+    core.close()
+
+
+@pytest.mark.parametrize("depth", [0, 3, True, "2"])
+def test_a_depth_that_is_none(model: Path, depth: Any) -> None:
+    with pytest.raises(ConfigError, match="depth must be an integer from 1 to 2"):
+        build(model, depth=depth)
+    core, _ = build(model)
+    with pytest.raises(ValueError, match="depth must be 1"):
+        EngineCore(core.scheduler, core.executor, 3)
+    core.close()
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"), [("auto", "compiled"), ("compiled", "compiled"), ("gather",) * 2]
+)
+def test_attention(model: Path, attention: str, expected: str) -> None:
+    assert report_of(model, attention=attention).attention == expected
+
+
+def test_without_numba(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "octavo.execution.attention.cpu", None)
+    assert report_of(model, attention="auto").attention == "gather"
+    assert "numba is not installed" in caplog.text
+    with pytest.raises(ConfigError, match=r"attention=compiled needs numba, .* attention=gather"):
+        build(model, attention="compiled")
+
+
+def test_the_token_budget(model: Path) -> None:
+    assert report_of(model).max_num_batched_tokens == 512
+    assert report_of(model, max_num_seqs=600).max_num_batched_tokens == 600
+    report = report_of(model, max_num_seqs=7, max_num_batched_tokens=7)
+    assert (report.max_num_seqs, report.max_num_batched_tokens) == (7, 7)
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(6\) must be at least"):
+        build(model, max_num_seqs=7, max_num_batched_tokens=6)
+
+
+def test_the_report_adds_up(model: Path) -> None:
+    report = report_of(model, max_queued_requests=9)
+    # tiny_models: 96 words, 64 hidden, 128 intermediate, 4 heads and 2 kv heads of 16, 2 layers.
+    layer = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64 + 3 * 64 * 128 + 2 * 64
+    assert report.weight_bytes == 4 * (2 * layer + 2 * 96 * 64 + 64)
+    assert report.kv_bytes == report.capacity.num_blocks * report.capacity.block_bytes
+    assert report.kv_bytes == int(pool(32))
+    assert report.num_kv_tokens == 32 * 16
+    assert report.workspace_bytes > 4 * 96 * 4, "at least the logits"
+    assert (report.architecture, report.dtype) == ("LlamaForCausalLM", "float32")
+    assert (report.device, report.num_threads, report.vocab_size) == ("cpu", 1, 96)
+    assert (report.max_num_seqs, report.max_queued_requests) == (4, 9)
+    assert report.eos_token_ids == (2,)
+    assert report.load_s > 0
+    for part in (str(model), "512 tokens in 32 blocks of 16", "gather", "up to 4 sequences of 128"):
+        assert part in str(report)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "auto"])
+def test_dtypes(tmp_path: Path, dtype: str) -> None:
+    report = report_of(save_gguf(tmp_path / "model.gguf"), dtype=dtype)
+    expected = "float32" if dtype == "auto" else dtype
+    assert report.dtype == expected
+    assert report.capacity.block_bytes == 16 * TOKEN_BYTES // (1 if expected == "float32" else 2)
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelStoreError, match="neither a directory or file here nor one of"):
+        build(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelLoadError, match=r"empty.*config\.json"):
+        build(tmp_path / "empty")
+
+
+def test_a_warm_up_leaves_no_trace(model: Path) -> None:
+    """The engine starts with every block and row free, whatever the smallest limits are."""
+    for changes in ({}, {"kv_memory": pool(1)}, {"max_model_len": 2}, {"max_num_seqs": 1}):
+        core, _ = build_engine(EngineConfig(**(options(model) | changes)))
+        manager = core.scheduler.manager
+        assert manager.num_free_blocks == manager.num_usable_blocks
+        assert not core.has_work
+        core.close()

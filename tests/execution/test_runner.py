@@ -1,0 +1,305 @@
+"""The runner on a tiny real model, with plans made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from execution.models.reference_attention import greedy, logits_of
+from execution.models.tiny_models import PROMPT, tiny_llama
+from octavo.core.layout import KVLayout
+from octavo.core.plan import (
+    Batch,
+    CopyBlocks,
+    FanOut,
+    RowInit,
+    StepPlan,
+    TableDeltas,
+    int_array,
+)
+from octavo.core.sampling_params import SamplingParams
+from octavo.execution.arena import Arena
+from octavo.execution.attention.cpu import CPUAttention
+from octavo.execution.attention.gather import GatherAttention
+from octavo.execution.attention.interface import StepAttention
+from octavo.execution.models.llama import LlamaModel
+from octavo.execution.models.loading import load_model
+from octavo.execution.runner import Runner
+from octavo.memory.paged import PagedManager
+
+SIZE, ROWS, BLOCKS = 4, 6, 40
+LONG = [3, 17, 42, 5, 90, 11, 64, 28, 7, 8, 80, 33, 2, 19, 54, 21, 22]
+OTHER = [50, 60, 70, 12, 13]
+GREEDY = SamplingParams(temperature=0.0)
+RANDOM = SamplingParams(temperature=1.5, top_k=40)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_llama().save_pretrained(folder)
+    return load_model(folder, dtype="float32")
+
+
+class Recorder:
+    """A model that keeps the logits of each step."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        self.model = model
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, token_ids: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+        return self.model.forward(token_ids, attention)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.model.logits(hidden))
+        return self.seen[-1]
+
+
+class Rig:
+    """A runner; blocks are dealt out by hand, or by ``manager``."""
+
+    def __init__(self, model: LlamaModel, kind: str) -> None:
+        layout = KVLayout(2, model.num_kv_heads, model.head_dim, 4, SIZE)
+        self.arena = Arena(layout, BLOCKS, torch.float32)
+        # What was there before must not matter.
+        self.arena.kv.fill_(7.0)
+        backend = {"gather": GatherAttention, "compiled": CPUAttention}[kind]
+        self.recorder = Recorder(model)
+        self.runner = Runner(
+            self.recorder,
+            self.arena,
+            backend(self.arena, model.num_heads, model.rope),
+            max_num_seqs=ROWS,
+            max_model_len=64,
+        )
+        self.manager = PagedManager(BLOCKS, SIZE, ROWS)
+        self.step_id = 0
+
+    def run(
+        self,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        samples: Sequence[bool] | None = None,
+        **parts: object,
+    ) -> list[int]:
+        """One step; the sampled tokens."""
+        self.step_id += 1
+        done = np.array(samples if samples is not None else [True] * len(rows), dtype=np.bool_)
+        batch = Batch.of(int_array(list(rows)), int_array(list(counts)), done)
+        result = self.runner.run(StepPlan(self.step_id, batch, **parts))  # type: ignore[arg-type]
+        assert result.step_id == self.step_id
+        assert result.token_ids.dtype == np.int32
+        return result.token_ids.tolist()
+
+    def decode(self, rows: Sequence[int], count: int) -> list[list[int]]:
+        """``count`` steps of one token each, growing through the manager; tokens a row."""
+        found: list[list[int]] = [[] for _ in rows]
+        for _ in range(count):
+            for row in rows:
+                position = int(self.runner.position[row])
+                assert position < self.manager.writable[row] or self.manager.grow(row, position + 1)
+            drained = self.manager.drain()
+            tokens = self.run(
+                rows,
+                [1] * len(rows),
+                commands=drained.commands,
+                table_deltas=drained.table_deltas,
+            )
+            self.manager.commit(int_array(list(rows)), int_array([1] * len(rows)))
+            self.manager.retire(drained.commands)
+            self.manager.check()
+            for tokens_of_row, token in zip(found, tokens, strict=True):
+                tokens_of_row.append(token)
+        return found
+
+    def admit(self, row: int, tokens: Sequence[int]) -> np.ndarray:
+        assert self.manager.admit(row, int_array(list(tokens))) is not None
+        return self.manager.block_ids(row)
+
+
+@pytest.fixture(params=["gather", "compiled"])
+def rig(request: pytest.FixtureRequest, model: LlamaModel) -> Rig:
+    return Rig(model, request.param)
+
+
+def row_init(
+    row: int,
+    tokens: Sequence[int],
+    block_ids: object,
+    *,
+    computed: int = 0,
+    params: SamplingParams = GREEDY,
+    seed: int = 0,
+) -> RowInit:
+    return RowInit(row, int_array(list(tokens)), computed, int_array(block_ids), params, seed)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    # These logits reach 12: rounding in another order moves them by up to 1e-5.
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [17, 1, 3, 4, 5, 8, 16])
+def test_chunks_of_a_prompt_equal_the_whole(rig: Rig, model: LlamaModel, chunk: int) -> None:
+    inits = (row_init(2, LONG, [9, 3, 30, 1, 22]),)
+    for first in range(0, len(LONG), chunk):
+        count = min(chunk, len(LONG) - first)
+        is_last = first + count == len(LONG)
+        tokens = rig.run([2], [count], [is_last], row_inits=inits)
+        assert bool(tokens) == is_last
+        inits = ()
+    assert len(rig.recorder.seen) == 1, "a chunk that ends early needs no logits"
+    close(rig.recorder.seen[0], logits_of(model, LONG)[-1:])
+    assert tokens + rig_tokens(rig, 2, 3) == greedy(model, LONG, 4)
+
+
+def rig_tokens(rig: Rig, row: int, count: int) -> list[int]:
+    """Decode one row within the blocks it has."""
+    return [token for _ in range(count) for token in rig.run([row], [1])]
+
+
+def test_prompts_chunks_and_decoding_rows_in_one_step(rig: Rig, model: LlamaModel) -> None:
+    expected = greedy(model, PROMPT, 6)
+    found = rig.run([4], [9], row_inits=(row_init(4, PROMPT, [5, 4, 8, 15]),))
+    # Row 4 decodes; row 0 begins a prompt that it does not finish; row 1 runs a whole one.
+    inits = (row_init(0, LONG, [1, 2, 3, 20, 21]), row_init(1, OTHER, [10, 11]))
+    tokens = rig.run([4, 0, 1], [1, 6, 5], [True, False, True], row_inits=inits)
+    assert tokens == [expected[1], greedy(model, OTHER, 1)[0]]
+    close(rig.recorder.seen[-1][0:1], logits_of(model, [*PROMPT, expected[0]])[-1:])
+    close(rig.recorder.seen[-1][1:2], logits_of(model, OTHER)[-1:])
+    tokens += rig.run([1, 4, 0], [1, 1, 11])
+    assert tokens[2:] == [greedy(model, OTHER, 2)[1], expected[2], greedy(model, LONG, 1)[0]]
+    # Rows come and go: the same row later serves another sequence.
+    tokens = rig.run([1, 4], [9, 1], row_inits=(row_init(1, PROMPT, [10, 11, 12]),))
+    assert tokens == [expected[0], expected[3]]
+    assert found == expected[:1]
+
+
+def test_a_step_that_samples_nothing(rig: Rig) -> None:
+    assert rig.run([0], [3], [False], row_inits=(row_init(0, LONG, [1, 2, 3, 4, 5]),)) == []
+    assert rig.recorder.seen == []
+
+
+def test_a_table_grows_by_deltas(rig: Rig, model: LlamaModel) -> None:
+    tokens = rig.run([3], [9], row_inits=(row_init(3, PROMPT, [7, 6, 5]),))
+    tokens += rig_tokens(rig, 3, 3)
+    for index, block_id in ((3, 31), (4, 2)):
+        deltas = TableDeltas(int_array([3]), int_array([index]), int_array([block_id]))
+        tokens += rig.run([3], [1], table_deltas=deltas)
+        tokens += rig_tokens(rig, 3, 3)
+    assert tokens == greedy(model, PROMPT, 12)
+
+
+def test_blocks_are_copied_before_the_step_writes(rig: Rig, model: LlamaModel) -> None:
+    """The row's last block is replaced by a copy in the step that writes into it."""
+    tokens = rig.run([0], [9], row_inits=(row_init(0, PROMPT, [1, 2, 3]),))
+    tokens += rig.run(
+        [0],
+        [1],
+        commands=(CopyBlocks(int_array([3, 2]), int_array([12, 13])),),
+        table_deltas=TableDeltas(int_array([0, 0]), int_array([2, 1]), int_array([12, 13])),
+    )
+    before = rig.arena.kv[[1, 2, 3]].clone()
+    rig.arena.kv[[2, 3]] = torch.nan  # no longer read
+    tokens += rig_tokens(rig, 0, 2)
+    assert tokens == greedy(model, PROMPT, 4)
+    assert torch.equal(rig.arena.kv[1], before[0])
+
+
+@pytest.mark.parametrize("computed", [1, 4, 8, 16])
+def test_a_row_resumes_from_computed_tokens(rig: Rig, model: LlamaModel, computed: int) -> None:
+    """As after a prefix hit: the blocks hold the first tokens' keys and values already."""
+    rig.run([0], [17], row_inits=(row_init(0, LONG, [1, 2, 3, 4, 5]),))
+    known = [*LONG[:computed], 70, 71, 72]
+    shared = -(-computed // SIZE)
+    init = row_init(5, known, [*range(1, shared + 1), *range(20, 25)], computed=computed)
+    tokens = rig.run([5], [3], row_inits=(init,))
+    close(rig.recorder.seen[-1], logits_of(model, known)[-1:])
+    assert tokens + rig_tokens(rig, 5, 2) == greedy(model, known, 3)
+
+
+def test_a_preempted_row_is_recomputed_elsewhere(rig: Rig) -> None:
+    """Prompt and generated tokens become the known ones; noise goes on where it was."""
+    init = row_init(0, PROMPT, [1, 2, 3, 4], params=RANDOM, seed=2**64 - 1)
+    whole = rig.run([0], [9], row_inits=(init,)) + rig_tokens(rig, 0, 6)
+    again = row_init(3, PROMPT + whole[:4], [30, 31, 32, 33], params=RANDOM, seed=2**64 - 1)
+    assert rig.run([3], [5], [False], row_inits=(again,)) == []
+    assert rig.run([3], [8]) + rig_tokens(rig, 3, 2) == whole[4:]
+
+
+# ── fan-out ──────────────────────────────────────────────────────────────────────────────────
+
+SAMPLES = (
+    (SamplingParams(temperature=1.5), 11),
+    (SamplingParams(temperature=1.5), 12),
+    (SamplingParams(temperature=0.8, top_k=5), 2**63 + 5),
+    (SamplingParams(temperature=0.0), 14),
+)
+
+
+def one_by_one(model: LlamaModel, kind: str, prompt: list[int], count: int) -> list[list[int]]:
+    """Each sample as its own request."""
+    found = []
+    for params, seed in SAMPLES:
+        rig = Rig(model, kind)
+        init = row_init(1, prompt, rig.admit(1, prompt), params=params, seed=seed)
+        first = rig.run([1], [len(prompt)], row_inits=(init,))
+        found.append(first + rig.decode([1], count - 1)[0])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gather", "compiled"])
+@pytest.mark.parametrize("length", [8, 9, 11], ids=["full_block", "one_in_it", "three_in_it"])
+@pytest.mark.parametrize("chunk", [20, 5])
+def test_fan_out_equals_separate_requests(
+    model: LlamaModel, kind: str, length: int, chunk: int
+) -> None:
+    """One prefill, four samples; the forked tables are copied when they are written."""
+    prompt, rig = LONG[:length], Rig(model, kind)
+    rows = (4, 0, 2, 3)
+    source, others = rows[0], rows[1:]
+    blocks = rig.admit(source, prompt)
+    params, seed = SAMPLES[0]
+    inits: tuple[RowInit, ...] = (row_init(source, prompt, blocks, params=params, seed=seed),)
+    first = 0
+    if chunk < length:
+        assert rig.run([source], [chunk], [False], row_inits=inits) == []
+        inits, first = (), chunk
+    for row, (params, seed) in zip(others, SAMPLES[1:], strict=True):
+        rig.manager.fork(source, row, length)
+        shared = rig.manager.block_ids(row)
+        assert shared.tolist() == blocks.tolist()
+        inits += (row_init(row, prompt, shared, computed=first, params=params, seed=seed),)
+    num_logits = len(rig.recorder.seen)
+    tokens = rig.run(
+        [source], [length - first], row_inits=inits, fan_outs=(FanOut(source, others),)
+    )
+    assert [len(seen) for seen in rig.recorder.seen[num_logits:]] == [1], "one prefill"
+    rig.manager.commit(int_array(list(rows)), int_array([length] * 4))
+    found = [[token, *rest] for token, rest in zip(tokens, rig.decode(rows, 10), strict=True)]
+    expected = one_by_one(model, kind, prompt, 11)
+    assert found == expected
+    assert len({tuple(sample) for sample in found}) == 4, "the samples differ"
+
+
+def test_fan_outs_beside_other_rows(rig: Rig, model: LlamaModel) -> None:
+    """Results come in the order of `StepPlan.sampled_rows`: the batch's, then the fan-outs'."""
+    rig.run([5], [5], row_inits=(row_init(5, OTHER, [38, 39]),))
+    inits = (
+        row_init(0, PROMPT, [1, 2, 3, 4], params=RANDOM, seed=1),
+        row_init(1, OTHER, [5, 6], params=RANDOM, seed=2),
+        row_init(2, OTHER, [5, 6]),
+        row_init(3, PROMPT, [1, 2, 3, 4]),
+        row_init(4, PROMPT, [1, 2, 3, 4], params=RANDOM, seed=1),
+    )
+    fan_outs = (FanOut(1, (2,)), FanOut(0, (3, 4)))
+    tokens = rig.run([5, 0, 1], [1, 9, 5], row_inits=inits, fan_outs=fan_outs)
+    assert len(tokens) == 6
+    assert tokens[0] == greedy(model, OTHER, 2)[1]
+    assert tokens[3] == greedy(model, OTHER, 1)[0]
+    assert tokens[4] == greedy(model, PROMPT, 1)[0]
+    assert tokens[5] == tokens[1], "the same seed at the same place"

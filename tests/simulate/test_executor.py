@@ -1,0 +1,86 @@
+"""The simulated executor: a virtual clock, made-up tokens, the real scheduler above."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.core.plan import Batch, IntArray, KVCapacity, StepPlan, int_array
+from octavo.core.request import Request
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.core import EngineCore
+from octavo.memory.paged import PagedManager
+from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
+from octavo.simulate.executor import FixedLatency, SimulatedExecutor
+
+CAPACITY = KVCapacity(num_blocks=17, block_size=4, block_bytes=64)
+
+
+def chunk(step_id: int, *counts: int) -> StepPlan:
+    rows = int_array(range(len(counts)))
+    return StepPlan(step_id, Batch.of(rows, int_array(counts), rows >= 0))
+
+
+def test_the_clock_moves_by_the_latency_of_collected_steps() -> None:
+    executor = SimulatedExecutor(CAPACITY, FixedLatency(step_s=2.0, token_s=0.25))
+    assert executor.now_s == 0.0
+    executor.launch(chunk(1, 4))
+    executor.launch(chunk(2, 1, 7))
+    assert executor.now_s == 0.0, "launching takes no time"
+    assert executor.collect().step_id == 1
+    assert executor.now_s == 3.0
+    assert executor.collect().step_id == 2
+    assert executor.now_s == 7.0
+    executor.launch(chunk(3, 1))
+    executor.close()
+    executor.close()
+    assert executor.now_s == 7.0
+
+
+def test_tokens_are_zero_or_the_sources() -> None:
+    executor = SimulatedExecutor(CAPACITY)
+    executor.launch(chunk(1, 1, 1, 1))
+    assert executor.collect().token_ids.tolist() == [0, 0, 0]
+
+    def row_plus_step(plan: StepPlan, rows: IntArray) -> IntArray:
+        return rows + plan.step_id
+
+    executor = SimulatedExecutor(CAPACITY, tokens=row_plus_step)
+    executor.launch(chunk(10, 1, 1))
+    assert executor.collect().token_ids.tolist() == [10, 11]
+
+
+def simulate(depth: int) -> tuple[float, dict[int, list[int]], int, int]:
+    """Eight requests on a small pool: end of the clock, tokens, steps and preemptions."""
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, max_queued_requests=8
+    )
+    steps = []
+
+    def tokens(plan: StepPlan, rows: IntArray) -> IntArray:
+        steps.append(plan.step_id)
+        return rows * 0 + 5
+
+    executor = SimulatedExecutor(CAPACITY, FixedLatency(1.0, 0.5), tokens)
+    scheduler = Scheduler(config, PagedManager(CAPACITY.num_blocks, CAPACITY.block_size, 4))
+    core = EngineCore(scheduler, executor, depth)
+    for number in range(8):
+        prompt = int_array(range(3 + 2 * number))
+        core.scheduler.add(Request(number, prompt, SamplingParams(max_tokens=20), 20, seed=0))
+    found: dict[int, list[int]] = {number: [] for number in range(8)}
+    while core.has_work:
+        outputs = core.step()
+        for number, token in zip(outputs.numbers.tolist(), outputs.token_ids.tolist(), strict=True):
+            found[number].append(token)
+        scheduler.check()
+    return executor.now_s, found, len(steps), scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_simulation_repeats_itself(depth: int) -> None:
+    first = simulate(depth)
+    assert first == simulate(depth)
+    now_s, tokens, num_steps, num_preemptions = first
+    assert tokens == {number: [5] * 20 for number in range(8)}
+    assert num_preemptions > 0
+    num_computed = sum(3 + 2 * number + 19 for number in range(8))
+    assert now_s >= num_steps * 1.0 + num_computed * 0.5, "recomputation comes on top"

@@ -33,6 +33,12 @@ from octavo.core.sampling_params import SamplingParams
         ("stop", (3,)),
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", tuple(range(65))),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", ((1, 1.0), (1, 2.0))),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ],
 )
 def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:

@@ -56,3 +56,8 @@ def test_a_pool_smaller_than_the_context_is_named() -> None:
 def test_a_stop_token_out_of_range_is_refused() -> None:
     with pytest.raises(RequestError, match="stop_token_ids: 100"):
         resolve([1], stop_token_ids=(100,))
+
+
+def test_a_biased_token_out_of_range_is_refused() -> None:
+    with pytest.raises(RequestError, match="logit_bias: 100"):
+        resolve([1], logit_bias={100: 1.0})

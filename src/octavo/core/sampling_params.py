@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
 MAX_SEED = 2**63 - 1
 
 
@@ -21,7 +24,8 @@ class SamplingParams:
     engine draws a seed. ``max_tokens`` None means as many as the model's length allows.
     ``stop`` strings end the text before the string (matched in the text front end);
     ``stop_token_ids`` end it after that token, like the model's own end-of-sequence tokens, which
-    ``ignore_eos`` switches off.
+    ``ignore_eos`` switches off. ``logit_bias`` pairs token ids with what is added to their logits
+    before anything else; it may be given as a mapping.
 
     Raises:
         ValueError: a value is out of range; the message names the field.
@@ -36,6 +40,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -68,9 +73,24 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, 0, 2**31 - 1)
 
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _bias_pairs(bias: object) -> tuple[tuple[int, float], ...]:
+    items = bias.items() if isinstance(bias, Mapping) else bias
+    pairs = tuple((token_id, value) for token_id, value in items)  # type: ignore[attr-defined]
+    if len(pairs) > MAX_LOGIT_BIASES:
+        raise ValueError(f"logit_bias takes at most {MAX_LOGIT_BIASES} token ids, got {len(pairs)}")
+    for token_id, value in pairs:
+        _integer("logit_bias: a token id", token_id, 0, 2**31 - 1)
+        _number("logit_bias: a value", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    if len({token_id for token_id, _ in pairs}) < len(pairs):
+        raise ValueError("logit_bias names a token id twice")
+    return pairs
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:

@@ -65,12 +65,17 @@ def resolve_request(
     max_tokens = params.max_tokens if params.max_tokens is not None else max(room, 1)
     if max_tokens > room:
         raise ContextLengthError(_too_long(num_prompt, max_tokens, params, limits))
-    for token_id in params.stop_token_ids:
-        if token_id >= limits.vocab_size:
-            raise RequestError(
-                f"stop_token_ids: {token_id} is out of range: the model's vocabulary has ids 0 "
-                f"to {limits.vocab_size - 1}"
-            )
+    named = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": tuple(token_id for token_id, _ in params.logit_bias),
+    }
+    for field, token_ids in named.items():
+        for token_id in token_ids:
+            if token_id >= limits.vocab_size:
+                raise RequestError(
+                    f"{field}: {token_id} is out of range: the model's vocabulary has ids 0 to "
+                    f"{limits.vocab_size - 1}"
+                )
     stops = params.stop_token_ids
     if not params.ignore_eos:
         stops = tuple(dict.fromkeys(limits.eos_token_ids + stops))

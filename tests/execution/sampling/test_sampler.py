@@ -349,3 +349,27 @@ def test_not_finite_is_an_error(vocab: int, bad: float, options: dict[str, float
 def test_nothing_allowed_is_an_error(options: dict[str, float]) -> None:
     with pytest.raises(FloatingPointError, match="1 of 1"):
         draw(torch.full((1, 9), -INF), SamplingParams(**options))
+
+
+def test_logit_bias_moves_its_own_row_only() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 0.0]]).repeat(3, 1)
+    before = logits.clone()
+    sampler = Sampler(4)
+    rows = np.asarray([2, 0, 3], dtype=np.int32)
+    for row, bias in ((2, {2: -100.0}), (0, {}), (3, {3: 50.0, 2: -1.0})):
+        sampler.set_row(row, SamplingParams(temperature=0.0, logit_bias=bias), 0)
+    indices = np.zeros(3, dtype=np.int64)
+    assert sampler.sample(logits, rows, indices).tolist() == [1, 2, 3]
+    assert torch.equal(logits, before), "the caller's logits are left alone"
+    sampler.set_row(2, SamplingParams(temperature=0.0), 0)
+    assert sampler.sample(logits, rows, indices).tolist() == [2, 2, 3], "a new row starts without"
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.9}], ids=str)
+def test_logit_bias_comes_before_the_filters(options: dict[str, float]) -> None:
+    bias = {0: 2.0, 3: -100.0}
+    logits = [0.0, 1.0, 2.0, 3.0]
+    biased = SamplingParams(logit_bias=bias, **options)
+    plain = SamplingParams(**options)
+    moved = [value + bias.get(i, 0.0) for i, value in enumerate(logits)]
+    np.testing.assert_allclose(shares(logits, biased, 500), shares(moved, plain, 500))

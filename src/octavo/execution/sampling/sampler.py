@@ -30,6 +30,7 @@ class Sampler:
         self.top_p = np.ones(max_num_seqs, dtype=np.float64)
         self.min_p = np.zeros(max_num_seqs, dtype=np.float64)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def set_row(self, row: int, params: SamplingParams, seed: int) -> None:
         """``seed`` is resolved: 0 to 2**64 - 1."""
@@ -38,6 +39,10 @@ class Sampler:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = seed
+        self._bias.pop(row, None)
+        if params.logit_bias:
+            token_ids, values = zip(*params.logit_bias, strict=True)
+            self._bias[row] = (torch.tensor(token_ids), torch.tensor(values))
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, token_indices: NDArray[np.int64]
@@ -50,6 +55,8 @@ class Sampler:
         Raises:
             FloatingPointError: a row's logits hold NaN or +inf, or nothing but -inf.
         """
+        if self._bias:
+            logits = self._biased(logits, rows)
         num_vocab = logits.shape[1]
         best = torch.argmax(logits, dim=-1, keepdim=True)
         largest = logits.gather(1, best)
@@ -75,6 +82,15 @@ class Sampler:
                 scaled = (own - largest[index]).div_(torch.from_numpy(temperature)[:, None])
                 tokens[which] = choose(scaled, rows[which], noise[index])
         return tokens
+
+    def _biased(self, logits: torch.Tensor, rows: IntArray) -> torch.Tensor:
+        """The logits with each row's own biases added; a copy where there are any."""
+        places = [(i, self._bias[row]) for i, row in enumerate(rows.tolist()) if row in self._bias]
+        if places:
+            logits = logits.clone()
+        for i, (token_ids, values) in places:
+            logits[i, token_ids] += values
+        return logits
 
     def _choose_plain(
         self, scaled: torch.Tensor, rows: IntArray, noise: torch.Tensor

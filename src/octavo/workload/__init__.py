@@ -1,0 +1,1 @@
+"""Who asks for what and when: lengths, arrivals, traces and prompts. No torch, no clock."""

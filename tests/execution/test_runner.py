@@ -25,7 +25,7 @@ from octavo.execution.arena import Arena
 from octavo.execution.attention.cpu import CPUAttention
 from octavo.execution.attention.gather import GatherAttention
 from octavo.execution.attention.interface import StepAttention
-from octavo.execution.models.llama import LlamaModel
+from octavo.execution.models.decoder import Decoder
 from octavo.execution.models.loading import load_model
 from octavo.execution.runner import Runner
 from octavo.memory.paged import PagedManager
@@ -38,7 +38,7 @@ RANDOM = SamplingParams(temperature=1.5, top_k=40)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_llama().save_pretrained(folder)
     return load_model(folder, dtype="float32")
@@ -47,12 +47,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
 class Recorder:
     """A model that keeps the logits of each step."""
 
-    def __init__(self, model: LlamaModel) -> None:
+    def __init__(self, model: Decoder) -> None:
         self.model = model
         self.seen: list[torch.Tensor] = []
 
-    def forward(self, token_ids: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        return self.model.forward(token_ids, attention)
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+    ) -> torch.Tensor:
+        return self.model.forward(token_ids, positions, attention)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.seen.append(self.model.logits(hidden))
@@ -62,7 +64,7 @@ class Recorder:
 class Rig:
     """A runner; blocks are dealt out by hand, or by ``manager``."""
 
-    def __init__(self, model: LlamaModel, kind: str) -> None:
+    def __init__(self, model: Decoder, kind: str) -> None:
         layout = KVLayout(2, model.num_kv_heads, model.head_dim, 4, SIZE)
         self.arena = Arena(layout, BLOCKS, torch.float32)
         # What was there before must not matter.
@@ -122,7 +124,7 @@ class Rig:
 
 
 @pytest.fixture(params=["gather", "compiled"])
-def rig(request: pytest.FixtureRequest, model: LlamaModel) -> Rig:
+def rig(request: pytest.FixtureRequest, model: Decoder) -> Rig:
     return Rig(model, request.param)
 
 
@@ -144,7 +146,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("chunk", [17, 1, 3, 4, 5, 8, 16])
-def test_chunks_of_a_prompt_equal_the_whole(rig: Rig, model: LlamaModel, chunk: int) -> None:
+def test_chunks_of_a_prompt_equal_the_whole(rig: Rig, model: Decoder, chunk: int) -> None:
     inits = (row_init(2, LONG, [9, 3, 30, 1, 22]),)
     for first in range(0, len(LONG), chunk):
         count = min(chunk, len(LONG) - first)
@@ -162,7 +164,7 @@ def rig_tokens(rig: Rig, row: int, count: int) -> list[int]:
     return [token for _ in range(count) for token in rig.run([row], [1])]
 
 
-def test_prompts_chunks_and_decoding_rows_in_one_step(rig: Rig, model: LlamaModel) -> None:
+def test_prompts_chunks_and_decoding_rows_in_one_step(rig: Rig, model: Decoder) -> None:
     expected = greedy(model, PROMPT, 6)
     found = rig.run([4], [9], row_inits=(row_init(4, PROMPT, [5, 4, 8, 15]),))
     # Row 4 decodes; row 0 begins a prompt that it does not finish; row 1 runs a whole one.
@@ -184,7 +186,7 @@ def test_a_step_that_samples_nothing(rig: Rig) -> None:
     assert rig.recorder.seen == []
 
 
-def test_a_table_grows_by_deltas(rig: Rig, model: LlamaModel) -> None:
+def test_a_table_grows_by_deltas(rig: Rig, model: Decoder) -> None:
     tokens = rig.run([3], [9], row_inits=(row_init(3, PROMPT, [7, 6, 5]),))
     tokens += rig_tokens(rig, 3, 3)
     for index, block_id in ((3, 31), (4, 2)):
@@ -194,7 +196,7 @@ def test_a_table_grows_by_deltas(rig: Rig, model: LlamaModel) -> None:
     assert tokens == greedy(model, PROMPT, 12)
 
 
-def test_blocks_are_copied_before_the_step_writes(rig: Rig, model: LlamaModel) -> None:
+def test_blocks_are_copied_before_the_step_writes(rig: Rig, model: Decoder) -> None:
     """The row's last block is replaced by a copy in the step that writes into it."""
     tokens = rig.run([0], [9], row_inits=(row_init(0, PROMPT, [1, 2, 3]),))
     tokens += rig.run(
@@ -211,7 +213,7 @@ def test_blocks_are_copied_before_the_step_writes(rig: Rig, model: LlamaModel) -
 
 
 @pytest.mark.parametrize("computed", [1, 4, 8, 16])
-def test_a_row_resumes_from_computed_tokens(rig: Rig, model: LlamaModel, computed: int) -> None:
+def test_a_row_resumes_from_computed_tokens(rig: Rig, model: Decoder, computed: int) -> None:
     """As after a prefix hit: the blocks hold the first tokens' keys and values already."""
     rig.run([0], [17], row_inits=(row_init(0, LONG, [1, 2, 3, 4, 5]),))
     known = [*LONG[:computed], 70, 71, 72]
@@ -241,7 +243,7 @@ SAMPLES = (
 )
 
 
-def one_by_one(model: LlamaModel, kind: str, prompt: list[int], count: int) -> list[list[int]]:
+def one_by_one(model: Decoder, kind: str, prompt: list[int], count: int) -> list[list[int]]:
     """Each sample as its own request."""
     found = []
     for params, seed in SAMPLES:
@@ -256,7 +258,7 @@ def one_by_one(model: LlamaModel, kind: str, prompt: list[int], count: int) -> l
 @pytest.mark.parametrize("length", [8, 9, 11], ids=["full_block", "one_in_it", "three_in_it"])
 @pytest.mark.parametrize("chunk", [20, 5])
 def test_fan_out_equals_separate_requests(
-    model: LlamaModel, kind: str, length: int, chunk: int
+    model: Decoder, kind: str, length: int, chunk: int
 ) -> None:
     """One prefill, four samples; the forked tables are copied when they are written."""
     prompt, rig = LONG[:length], Rig(model, kind)
@@ -286,7 +288,7 @@ def test_fan_out_equals_separate_requests(
     assert len({tuple(sample) for sample in found}) == 4, "the samples differ"
 
 
-def test_fan_outs_beside_other_rows(rig: Rig, model: LlamaModel) -> None:
+def test_fan_outs_beside_other_rows(rig: Rig, model: Decoder) -> None:
     """Results come in the order of `StepPlan.sampled_rows`: the batch's, then the fan-outs'."""
     rig.run([5], [5], row_inits=(row_init(5, OTHER, [38, 39]),))
     inits = (

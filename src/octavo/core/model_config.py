@@ -22,7 +22,12 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder, in the field's names. ``dtype`` is the checkpoint's own."""
+    """Shape of a decoder, in the field's names. ``dtype`` is the checkpoint's own.
+
+    ``embedding_size`` is the width of the token embeddings where it is not ``hidden_size``.
+    ``norm_after`` puts a layer's norms after its additions, ``final_norm`` is the one before the
+    head, ``has_rotation`` is false where positions are learned.
+    """
 
     architecture: str
     vocab_size: int
@@ -41,6 +46,10 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    embedding_size: int | None = None
+    norm_after: bool = False
+    final_norm: bool = True
+    has_rotation: bool = True
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from octavo.execution.arena import Arena
     from octavo.execution.attention.interface import AttentionBackend
-    from octavo.execution.models.llama import LlamaModel
+    from octavo.execution.models.decoder import Decoder
     from octavo.execution.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def _max_model_len(config: EngineConfig, longest: int) -> int:
     return config.max_model_len
 
 
-def _workspace_bytes(max_num_seqs: int, budget: int, model: LlamaModel) -> int:
+def _workspace_bytes(max_num_seqs: int, budget: int, model: Decoder) -> int:
     """An upper estimate of a step's own memory: activations of the widest moment (the MLP's
     gate, up and product beside the residual and the norm) and the sampler's fp32 copies of the
     logits."""
@@ -183,7 +183,7 @@ def _num_blocks(memory: KVMemory, layout: KVLayout, *, available: int, most_toke
 
 
 def _attention(
-    name: str, arena: Arena, model: LlamaModel, sliding_window: int
+    name: str, arena: Arena, model: Decoder, sliding_window: int
 ) -> tuple[str, AttentionBackend]:
     """The backend and its name. ``auto`` takes the compiled kernels wherever numba is installed."""
     from octavo.execution.attention.gather import GatherAttention

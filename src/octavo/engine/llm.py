@@ -102,18 +102,40 @@ class LLM:
             RequestError: there is no chat template, or a conversation cannot be served.
             ChatTemplateError: the template refuses the messages.
         """
-        if self.tokenizer is None or self.tokenizer.chat_template is None:
-            raise RequestError("this model has no chat template; use generate with a plain prompt")
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if is_one else list(messages)
-        template = self.tokenizer.chat_template
-        prompts = [
-            self.tokenizer.encode(template.render(list(conversation)), add_special_tokens=False)
-            for conversation in conversations
-        ]
+        prompts = [self._render(conversation) for conversation in conversations]
         defaults = SamplingParams(max_tokens=None) if params is None else params
         results = self._run(prompts, _params_for(prompts, defaults), progress)
         return results[0] if is_one else results
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """Answer one conversation piece by piece. Leaving the iterator early aborts the request.
+
+        Raises:
+            RequestError: as `chat`; also where the step failed.
+        """
+        prompt = self._render(messages)
+        request = self._resolve(prompt, params or SamplingParams(max_tokens=None))
+        output = _Output(self.tokenizer, request)
+        self._check_open()
+        self._core.scheduler.add(request)
+        try:
+            while not output.is_done:
+                with _interrupts_between_steps() as raise_interrupt:
+                    self._step({request.number: output})
+                    raise_interrupt()
+                if text := output.take_text():
+                    yield text
+            if output.error is not None:
+                raise RequestError(output.error)
+        finally:
+            self._core.scheduler.abort(request.number)
+            with _interrupts_between_steps():
+                while self._core.has_work:
+                    self._core.step()
 
     def close(self) -> None:
         """Stop the engine and release its memory. Safe to call twice."""
@@ -125,6 +147,17 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed; make a new one")
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation's prompt, ready for the answer."""
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            raise RequestError("this model has no chat template; use generate with a plain prompt")
+        text = self.tokenizer.chat_template.render([dict(message) for message in messages])
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -144,8 +177,7 @@ class LLM:
         params: Sequence[SamplingParams],
         progress: bool,
     ) -> list[Completion]:
-        if self._is_closed:
-            raise RuntimeError("this LLM is closed; make a new one")
+        self._check_open()
         requests = [self._resolve(ids, item) for ids, item in zip(prompts, params, strict=True)]
         outputs = {request.number: _Output(self.tokenizer, request) for request in requests}
         pending = iter(requests)
@@ -217,6 +249,16 @@ class _Output:
     @property
     def is_done(self) -> bool:
         return self._reason is not None
+
+    @property
+    def error(self) -> str | None:
+        return self._error
+
+    def take_text(self) -> str:
+        """The text since the last call."""
+        text = "".join(self._text)
+        self._text.clear()
+        return text
 
     def add(
         self,

@@ -21,7 +21,9 @@ from octavo.execution.sampling.sampler import Sampler
 class Model(Protocol):
     """What a runner needs of a model (see `octavo.execution.models`)."""
 
-    def forward(self, token_ids: torch.Tensor, attention: StepAttention) -> torch.Tensor: ...
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+    ) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -66,7 +68,8 @@ class Runner:
             tables=self.tables,
         )
         token_ids = torch.from_numpy(self._token_ids(step))
-        hidden = self.model.forward(token_ids, self.attention.plan(step))
+        positions = torch.from_numpy(step.positions)
+        hidden = self.model.forward(token_ids, positions, self.attention.plan(step))
         self.position[batch.rows] = starts + batch.num_scheduled_tokens
         tokens = self._sample(plan, hidden, ends)
         return StepResult(plan.step_id, tokens.astype(np.int32))

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from octavo.execution.models.llama import LlamaModel
+from octavo.execution.models.decoder import Decoder
 
 
 class ReferenceAttention:
-    """Causal attention of one sequence. Call ``advance(n)`` after a step of ``n`` tokens."""
+    """Causal attention of one sequence."""
 
-    def __init__(self, model: LlamaModel) -> None:
+    def __init__(self, model: Decoder) -> None:
         self.model = model
         self.num_past = 0
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def advance(self, num_tokens: int) -> None:
-        self.num_past += num_tokens
+    def run(self, token_ids: list[int]) -> torch.Tensor:
+        """The next tokens of the sequence through the model."""
+        positions = torch.arange(self.num_past, self.num_past + len(token_ids))
+        hidden = self.model.forward(torch.tensor(token_ids), positions, self)
+        self.num_past += len(token_ids)
+        return hidden
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         heads, kv_heads, dim = self.model.num_heads, self.model.num_kv_heads, self.model.head_dim
@@ -39,23 +43,23 @@ class ReferenceAttention:
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cos, sin = (table[positions][:, None, :] for table in self.model.rope)
+        if not cos.shape[-1]:
+            return x
         low, high = x.float().chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
 
-def logits_of(model: LlamaModel, token_ids: list[int]) -> torch.Tensor:
+def logits_of(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     """Float32 ``[num_tokens, vocab]`` of one prefill."""
-    hidden = model.forward(torch.tensor(token_ids), ReferenceAttention(model))
-    return model.logits(hidden)
+    return model.logits(ReferenceAttention(model).run(token_ids))
 
 
-def greedy(model: LlamaModel, prompt: list[int], num_new: int) -> list[int]:
+def greedy(model: Decoder, prompt: list[int], num_new: int) -> list[int]:
     """Greedy continuation: one prefill, then one token a step."""
     attention = ReferenceAttention(model)
     step, chosen = list(prompt), []
     for _ in range(num_new):
-        hidden = model.forward(torch.tensor(step), attention)
-        attention.advance(len(step))
+        hidden = attention.run(step)
         step = [int(model.logits(hidden[-1:]).argmax())]
         chosen += step
     return chosen

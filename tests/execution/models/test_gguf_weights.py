@@ -203,10 +203,15 @@ def test_wrong_tensors(tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_other_architectures_are_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen2")
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [("gemma3", ""), ("qwen3moe", r"\(it is a mixture of experts"), ("qwen2vl", r"\(it is multi")],
+)
+def test_other_architectures_are_refused(tmp_path: Path, architecture: str, why: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelLoadError, match="'qwen2' is not supported; supported: llama"):
+    message = f"'{architecture}' is not supported.*{why}.*; supported: llama, qwen2, qwen3"
+    with pytest.raises(ModelLoadError, match=message):
         load_model(tmp_path / "model.gguf")

@@ -116,9 +116,16 @@ def test_eos_ids_are_merged_with_generation_config(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            r"GPT2LMHeadModel.*supported: LlamaForCausalLM, MistralForCausalLM",
+            r"GPT2LMHeadModel.*supported: LlamaForCausalLM, .*OPTForCausalLM",
         ),
-        ({"architectures": None}, "architectures None is not supported"),
+        ({"architectures": None}, "architectures must name a model's class, got None"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"]},
+            r"'Qwen3MoeForCausalLM' is not supported \(it is a mixture of experts.*Qwen3For",
+        ),
+        ({"architectures": ["MixtralForCausalLM"]}, "it is a mixture of experts"),
+        ({"architectures": ["Qwen2VLForConditionalGeneration"]}, "it is multimodal or"),
+        ({"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "it is multimodal or"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' is not supported"),
@@ -169,3 +176,76 @@ def test_absent_and_broken_neighbours_are_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("nonsense")
     with pytest.raises(ModelLoadError, match=r"generation_config\.json: is not valid JSON"):
         load_hf_config(tmp_path)
+
+
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4}
+WINDOW = {**QWEN, "use_sliding_window": True, "sliding_window": 48, "max_position_embeddings": 128}
+
+
+def test_qwen_defaults(tmp_path: Path) -> None:
+    config = load_hf_config(
+        write(tmp_path, architectures=["Qwen2ForCausalLM"], num_attention_heads=32)
+    )
+    assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings) == (32, 2, 32768)
+    assert config.sliding_window is None
+    config = load_hf_config(write(tmp_path, **{**QWEN, "architectures": ["Qwen3ForCausalLM"]}))
+    assert (config.num_kv_heads, config.head_dim, config.attention_bias) == (4, 128, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"use_sliding_window": False}, None),
+        ({"use_sliding_window": None}, None),
+        ({"sliding_window": None}, None),
+        ({"max_window_layers": 2}, None),
+        ({}, None),  # transformers' own max_window_layers is 28, and here are 2 layers
+        ({"max_window_layers": 0}, 48),
+        ({"max_window_layers": 1, "sliding_window": 128}, None),
+        ({"layer_types": ["full_attention"] * 2, "max_window_layers": 0}, None),
+        ({"layer_types": ["sliding_attention"] * 2}, 48),
+    ],
+    ids=str,
+)
+def test_qwen_windows(tmp_path: Path, changes: dict[str, Any], window: int | None) -> None:
+    assert load_hf_config(write(tmp_path, **{**WINDOW, **changes})).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_window_layers": 1}, {"layer_types": ["full_attention", "sliding_attention"]}],
+    ids=str,
+)
+def test_a_window_of_some_layers_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match="gives 1 of 2 layers a window of 48 tokens"):
+        load_hf_config(write(tmp_path, **{**WINDOW, **changes}))
+
+
+OPT: dict[str, Any] = {"architectures": ["OPTForCausalLM"], "ffn_dim": 256}
+
+
+def test_opt(tmp_path: Path) -> None:
+    config = load_hf_config(write(tmp_path, **OPT))
+    assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings) == (4, 16, 2048)
+    assert (config.intermediate_size, config.embedding_size) == (256, 64)
+    assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (True,) * 3
+    assert (config.norm_after, config.final_norm, config.has_rotation) == (False, True, False)
+    config = load_hf_config(
+        write(tmp_path, **OPT, do_layer_norm_before=False, word_embed_proj_dim=32)
+    )
+    assert (config.norm_after, config.final_norm, config.embedding_size) == (True, False, 32)
+    config = load_hf_config(write(tmp_path, **OPT, _remove_final_layer_norm=True))
+    assert (config.norm_after, config.final_norm) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation_function": "gelu"}, "activation_function 'gelu' is not supported"),
+        ({"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine false is not"),
+        ({"ffn_dim": None}, "ffn_dim is missing"),
+    ],
+)
+def test_what_is_refused_of_opt(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=rf"config\.json: .*{message}"):
+        load_hf_config(write(tmp_path, **{**OPT, **changes}))

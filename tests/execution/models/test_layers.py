@@ -7,14 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from octavo.execution.models import layers
+from octavo.execution.models.activations import silu_and_mul
 from octavo.execution.models.dummy_weights import DummyWeights
-from octavo.execution.models.layers import (
-    Linear,
-    RMSNorm,
-    packs,
-    rms_norm_cpu,
-    silu_and_mul,
-)
+from octavo.execution.models.layers import LearnedPositions, Linear, packs
+from octavo.execution.models.norms import LayerNorm, QueryKeyNorm, RMSNorm, rms_norm_cpu
 from octavo.execution.models.parallel import TensorParallel
 
 CPU = torch.device("cpu")
@@ -111,3 +107,46 @@ def test_silu_and_mul() -> None:
     before = x.clone()
     torch.testing.assert_close(silu_and_mul(x), F.silu(x[:, :12]) * x[:, 12:])
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", [False, True])
+def test_layer_norm(dtype: torch.dtype, wide: bool) -> None:
+    """``wide``: a float32 residual beside narrower weights, as quantized layers have it."""
+    norm = LayerNorm("x", 72, 1e-5)
+    norm.load(DummyWeights(), dtype, CPU)
+    assert norm.weight is not None
+    assert norm.bias is not None
+    weight, bias = norm.weight.float(), norm.bias.float()
+    norm.prepare()
+    x = (torch.randn(5, 72) * 3).to(torch.float32 if wide else dtype)
+    found = norm(x)
+    assert found.dtype == x.dtype
+    expected = F.layer_norm(x.float(), (72,), weight, bias, 1e-5).to(x.dtype)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_query_key_norm_leaves_values_alone(dtype: torch.dtype) -> None:
+    norm = QueryKeyNorm("x", 4, 2, 8, 1e-3)
+    norm.load(DummyWeights(), dtype, CPU)
+    norm.weight.uniform_(0.5, 1.5)
+    norm.prepare()
+    qkv = (torch.randn(5, 64) * 3).to(dtype)
+    before = qkv.clone()
+    assert norm(qkv) is qkv
+    heads, wide = qkv.view(5, 8, 8), before.view(5, 8, 8).float()
+    for head in range(6):
+        expected = F.rms_norm(wide[:, head], (8,), norm.weight[head], 1e-3)
+        torch.testing.assert_close(heads[:, head], expected.to(dtype), atol=1e-5, rtol=1e-2)
+    assert torch.equal(heads[:, 6:], before.view(5, 8, 8)[:, 6:])
+
+
+def test_learned_positions_skip_their_offset() -> None:
+    table = torch.empty(12, 6)
+    DummyWeights().copy("x.weight", (12, 6), table, 0, 0)
+    positions = LearnedPositions("x", 10, 6, offset=2)
+    positions.load(DummyWeights(), torch.float32, CPU)
+    assert torch.equal(positions(torch.tensor([0, 9, 3], dtype=torch.int32)), table[[2, 11, 5]])
+    with pytest.raises(IndexError):
+        positions(torch.tensor([10]))

@@ -80,10 +80,7 @@ def test_chunked_prefill_equals_one_prefill(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype="float32")
     attention = ReferenceAttention(model)
-    rows = []
-    for chunk in (PROMPT[:4], PROMPT[4:5], PROMPT[5:]):
-        rows.append(model.forward(torch.tensor(chunk), attention))
-        attention.advance(len(chunk))
+    rows = [attention.run(chunk) for chunk in (PROMPT[:4], PROMPT[4:5], PROMPT[5:])]
     torch.testing.assert_close(
         model.logits(torch.cat(rows)), logits_of(model, PROMPT), atol=1e-4, rtol=1e-4
     )

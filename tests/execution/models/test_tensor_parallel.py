@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from reference_attention import greedy, logits_of
-from tiny_models import PROMPT, tiny_llama, write_gguf
+from tiny_models import (
+    OPT_350M,
+    PROMPT,
+    tiny_llama,
+    tiny_opt,
+    tiny_qwen2,
+    tiny_qwen3,
+    write_gguf,
+)
+from transformers import PreTrainedModel
 
-from octavo.execution.models.llama import LlamaModel
+from octavo.execution.models.decoder import Decoder
 from octavo.execution.models.loading import load_model
 from octavo.execution.models.parallel import TensorParallel
 
@@ -24,7 +35,7 @@ class ThreadedRanks:
         self._barrier = threading.Barrier(size, timeout=30)
         self._tensors: list[torch.Tensor] = [torch.empty(0)] * size
 
-    def load(self, source: Path, dtype: str) -> list[LlamaModel]:
+    def load(self, source: Path, dtype: str) -> list[Decoder]:
         return [
             load_model(
                 source,
@@ -45,6 +56,18 @@ class ThreadedRanks:
         return tensors
 
 
+def check_two_ranks_equal_one(source: Path) -> list[Decoder]:
+    alone = load_model(source, dtype="float32")
+    ranks = ThreadedRanks(2).load(source, "float32")
+    with ThreadPoolExecutor(2) as threads:
+        logits = list(threads.map(lambda model: logits_of(model, PROMPT), ranks))
+        tokens = list(threads.map(lambda model: greedy(model, PROMPT, 8), ranks))
+    torch.testing.assert_close(logits[0], logits_of(alone, PROMPT), atol=1e-4, rtol=1e-4)
+    assert torch.equal(logits[0], logits[1])
+    assert tokens == [greedy(alone, PROMPT, 8)] * 2
+    return ranks
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_two_ranks_equal_one(tmp_path: Path, kind: str, tied: bool) -> None:
@@ -55,15 +78,30 @@ def test_two_ranks_equal_one(tmp_path: Path, kind: str, tied: bool) -> None:
     reference.save_pretrained(tmp_path)
     if kind == "gguf":
         source = write_gguf(tmp_path / "model.gguf", reference)
-    alone = load_model(source, dtype="float32")
-    ranks = ThreadedRanks(2).load(source, "float32")
+    ranks = check_two_ranks_equal_one(source)
     assert [(rank.num_heads, rank.num_kv_heads) for rank in ranks] == [(2, 1), (2, 1)]
-    with ThreadPoolExecutor(2) as threads:
-        logits = list(threads.map(lambda model: logits_of(model, PROMPT), ranks))
-        tokens = list(threads.map(lambda model: greedy(model, PROMPT, 8), ranks))
-    torch.testing.assert_close(logits[0], logits_of(alone, PROMPT), atol=1e-4, rtol=1e-4)
-    assert torch.equal(logits[0], logits[1])
-    assert tokens == [greedy(alone, PROMPT, 8)] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (tiny_qwen2, {"tie_word_embeddings": True}),
+        (tiny_qwen3, {"attention_bias": True}),
+        (tiny_opt, {}),
+        (tiny_opt, OPT_350M),
+        (tiny_opt, {"tie_word_embeddings": False, "enable_bias": False}),
+    ],
+)
+def test_two_ranks_of_other_families(
+    tmp_path: Path, make: Callable[..., PreTrainedModel], changes: dict[str, Any]
+) -> None:
+    make(**changes).save_pretrained(tmp_path)
+    check_two_ranks_equal_one(tmp_path)
+
+
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_qwen3])
+def test_two_ranks_of_other_ggufs(tmp_path: Path, make: Callable[..., PreTrainedModel]) -> None:
+    check_two_ranks_equal_one(write_gguf(tmp_path / "model.gguf", make()))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from octavo.execution.models.gguf_weights import gguf_name
@@ -33,6 +39,9 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 
+NOT_OPT = ("intermediate_size", "num_key_value_heads", "initializer_range")
+OPT_350M: dict[str, Any] = {"do_layer_norm_before": False, "word_embed_proj_dim": 32}
+
 
 def tiny_llama(**changes: Any) -> PreTrainedModel:
     return _randomized(LlamaForCausalLM, LlamaConfig(**{**SHAPE, **changes}))
@@ -40,6 +49,22 @@ def tiny_llama(**changes: Any) -> PreTrainedModel:
 
 def tiny_mistral(**changes: Any) -> PreTrainedModel:
     return _randomized(MistralForCausalLM, MistralConfig(**{**SHAPE, **changes}))
+
+
+def tiny_qwen2(**changes: Any) -> PreTrainedModel:
+    return _randomized(Qwen2ForCausalLM, Qwen2Config(**{**SHAPE, **changes}))
+
+
+def tiny_qwen3(**changes: Any) -> PreTrainedModel:
+    """Its heads are wider than a share of the hidden size."""
+    return _randomized(Qwen3ForCausalLM, Qwen3Config(**{**SHAPE, "head_dim": 32, **changes}))
+
+
+def tiny_opt(**changes: Any) -> PreTrainedModel:
+    """Of OPT-125m's kind, unless ``OPT_350M`` is among the changes."""
+    shape = {key: value for key, value in SHAPE.items() if key not in NOT_OPT}
+    shape |= {"ffn_dim": 128, "init_std": 0.3}
+    return _randomized(OPTForCausalLM, OPTConfig(**{**shape, **changes}))
 
 
 def _randomized(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
@@ -81,22 +106,24 @@ def write_gguf(
     ``metadata`` adds or replaces keys (``None`` leaves one out).
     """
     config = model.config
+    name = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     keys: dict[str, Any] = {
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.block_count": config.num_hidden_layers,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "llama.rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.value_length": config.head_dim,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.dimension_count": head_dim,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
     }
-    writer = gguf.GGUFWriter(path, "llama")
+    keys = {f"{name}.{key}": value for key, value in keys.items()}
+    keys |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+    writer = gguf.GGUFWriter(path, name)
     for key, value in {**keys, **(metadata or {})}.items():
         if isinstance(value, float):
             writer.add_float32(key, value)
@@ -107,14 +134,14 @@ def write_gguf(
         elif value is not None:
             writer.add_array(key, value)
     quantized = gguf.GGMLQuantizationType[kind]
-    for name, tensor in model.state_dict().items():
-        stored = gguf_name(name)
-        if stored in without or (name == "lm_head.weight" and config.tie_word_embeddings):
+    for tensor_name, tensor in model.state_dict().items():
+        stored = gguf_name(tensor_name)
+        if stored in without or (tensor_name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         values = tensor.float().numpy()
-        if ".q_proj." in name:
+        if name == "llama" and ".q_proj." in tensor_name:
             values = permuted(values, config.num_attention_heads)
-        elif ".k_proj." in name:
+        elif name == "llama" and ".k_proj." in tensor_name:
             values = permuted(values, config.num_key_value_heads)
         if values.ndim == 1 or kind == "F32":
             writer.add_tensor(stored, values)

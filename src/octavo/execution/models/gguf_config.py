@@ -7,8 +7,9 @@ import numpy as np
 from octavo.core.gguf_file import GGUFFile
 from octavo.core.model_config import ModelConfig, ModelLoadError, RopeScaling
 from octavo.execution.models.fields import MAX_POSITIONS, Fields, check_heads
+from octavo.execution.models.unsupported import refusal
 
-GGUF_ARCHITECTURES = ("llama",)
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"
 # The type that fills the matrices -> the dtype it is best served in; quantized ones: bfloat16.
 _TYPE_DTYPES = {"F32": "float32", "F16": "float16"}
@@ -25,7 +26,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     if architecture not in GGUF_ARCHITECTURES:
         raise general.error(
             "general.architecture",
-            f"{architecture!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}",
+            refusal(architecture, GGUF_ARCHITECTURES),
         )
     fields = Fields(file.path, file.metadata, f"{architecture}.")
     if fields.integer("expert_count", 0, low=0):

@@ -19,6 +19,8 @@ _LAYER_PARTS = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -36,14 +38,16 @@ _CHUNK_VALUES = 1 << 18
 
 
 class GGUFWeights:
-    """Tensors of ``file`` under Hugging Face names, for the llama architecture.
+    """Tensors of ``file`` under Hugging Face names.
 
-    llama.cpp's converter reorders the rows of q and k for interleaved rotation; ``copy`` undoes it.
+    Of the llama architecture, llama.cpp's converter reorders the rows of q and k for interleaved
+    rotation; ``copy`` undoes it.
     """
 
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self._file = file
         self._head_dim = config.head_dim
+        self._is_interleaved = config.architecture == "llama"
         self._unused = set(file.tensors) - {ROPE_FACTORS}
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -112,7 +116,7 @@ class GGUFWeights:
 
     def _rotated(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Undo the converter's ``reshape(heads, 2, dim // 2).swapaxes(1, 2)`` on rows of q, k."""
-        if ".q_proj." not in name and ".k_proj." not in name:
+        if not self._is_interleaved or not (".q_proj." in name or ".k_proj." in name):
             return values
         heads = values.reshape(-1, self._head_dim // 2, 2, values.shape[-1])
         return heads.transpose(1, 2).reshape(values.shape)

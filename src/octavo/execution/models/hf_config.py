@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.core.model_config import ModelConfig, ModelLoadError, RopeScaling
 from octavo.execution.models.fields import MAX_POSITIONS, Fields, check_heads
+from octavo.execution.models.unsupported import refusal
 
-# Architecture -> what transformers assumes where config.json is silent.
-HF_ARCHITECTURES: dict[str, dict[str, int | None]] = {
-    "LlamaForCausalLM": {"max_position_embeddings": 2048, "kv_heads": None, "window": None},
-    "MistralForCausalLM": {"max_position_embeddings": 131072, "kv_heads": 8, "window": 4096},
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Silent:
+    """What transformers assumes where config.json is silent. None: nothing, or derived."""
+
+    max_position_embeddings: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+
+
+_QWEN = _Silent(max_position_embeddings=32768, kv_heads=32, window=4096)
+_GATED = {
+    "LlamaForCausalLM": _Silent(max_position_embeddings=2048),
+    "MistralForCausalLM": _Silent(max_position_embeddings=131072, kv_heads=8, window=4096),
+    "Qwen2ForCausalLM": _QWEN,
+    "Qwen3ForCausalLM": replace(_QWEN, head_dim=128),
 }
+_OPT = "OPTForCausalLM"
+HF_ARCHITECTURES = (*_GATED, _OPT)
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_JSON_BYTES = 64 << 20
 
@@ -30,34 +47,102 @@ def load_hf_config(source: str | os.PathLike[str]) -> ModelConfig:
         path = path / "config.json"
     fields = Fields(path, read_json(path))
     architecture = _architecture(fields)
-    assumed = HF_ARCHITECTURES[architecture]
-    _refuse_unsupported(fields)
+    _refuse_quantized(fields)
+    return _opt(fields) if architecture == _OPT else _gated(fields, architecture)
+
+
+def _gated(fields: Fields, architecture: str) -> ModelConfig:
+    """Llama, Mistral, Qwen2 and Qwen3."""
+    silent = _GATED[architecture]
+    _check_activation(fields, "hidden_act", "silu", ("silu", "swish"))
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
-    assumed_kv_heads = None if fields.has("num_key_value_heads") else assumed["kv_heads"]
+    num_layers = fields.integer("num_hidden_layers")
+    assumed_kv_heads = None if fields.has("num_key_value_heads") else silent.kv_heads
     num_kv_heads = fields.integer("num_key_value_heads", assumed_kv_heads or num_heads)
-    head_dim = None if fields.get("head_dim") is None else fields.integer("head_dim")
-    window = fields.get("sliding_window") if fields.has("sliding_window") else assumed["window"]
+    head_dim = silent.head_dim
+    if fields.get("head_dim") is not None:
+        head_dim = fields.integer("head_dim")
+    max_positions = fields.integer(
+        "max_position_embeddings", silent.max_position_embeddings, high=MAX_POSITIONS
+    )
+    window = fields.get("sliding_window") if fields.has("sliding_window") else silent.window
+    sliding_window = None if window is None else fields.integer("sliding_window", window)
+    is_qwen = architecture.startswith("Qwen")
+    if is_qwen:
+        sliding_window = _qwen_window(fields, sliding_window, num_layers, max_positions)
     theta, scaling = _rope(fields)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_attention_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=check_heads(fields, hidden_size, num_heads, num_kv_heads, head_dim),
-        max_position_embeddings=fields.integer(
-            "max_position_embeddings", assumed["max_position_embeddings"], high=MAX_POSITIONS
-        ),
+        max_position_embeddings=max_positions,
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        sliding_window=None if window is None else fields.integer("sliding_window", window),
+        sliding_window=sliding_window,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         attention_bias=fields.boolean("attention_bias", False),
         mlp_bias=fields.boolean("mlp_bias", False),
+        dtype=_dtype(fields),
+        bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
+        eos_token_ids=_eos_token_ids(fields),
+    )
+
+
+def _qwen_window(
+    fields: Fields, window: int | None, num_layers: int, max_positions: int
+) -> int | None:
+    """The window of all layers; one of only some layers is refused where it could matter."""
+    if window is None or not fields.boolean("use_sliding_window", False):
+        return None
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, list):
+        num_windowed = sum(kind == "sliding_attention" for kind in kinds[:num_layers])
+    else:
+        num_windowed = max(num_layers - fields.integer("max_window_layers", 28, low=0), 0)
+    if num_windowed == 0 or window >= max_positions:
+        return None
+    if num_windowed < num_layers:
+        raise fields.error(
+            "use_sliding_window",
+            f"gives {num_windowed} of {num_layers} layers a window of {window} tokens: only the "
+            f"same window in every layer is supported; contexts of up to {window} tokens are "
+            f'exact with "use_sliding_window": false and "max_position_embeddings": {window}',
+        )
+    return window
+
+
+def _opt(fields: Fields) -> ModelConfig:
+    _check_activation(fields, "activation_function", "relu", ("relu",))
+    if not fields.boolean("layer_norm_elementwise_affine", True):
+        raise fields.error("layer_norm_elementwise_affine", "false is not supported")
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    is_norm_before = fields.boolean("do_layer_norm_before", True)
+    has_bias = fields.boolean("enable_bias", True)
+    return ModelConfig(
+        architecture=_OPT,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("ffn_dim"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_attention_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=check_heads(fields, hidden_size, num_heads, num_heads, None),
+        max_position_embeddings=fields.integer("max_position_embeddings", 2048, high=MAX_POSITIONS),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
+        attention_bias=has_bias,
+        mlp_bias=has_bias,
+        embedding_size=fields.integer("word_embed_proj_dim", hidden_size),
+        norm_after=not is_norm_before,
+        final_norm=is_norm_before and not fields.boolean("_remove_final_layer_norm", False),
+        has_rotation=False,
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields),
@@ -82,18 +167,22 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def _architecture(fields: Fields) -> str:
-    names = fields.get("architectures")
-    for name in names if isinstance(names, list) else []:
-        if isinstance(name, str) and name in HF_ARCHITECTURES:
+    given = fields.get("architectures")
+    names = [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+    for name in names:
+        if name in HF_ARCHITECTURES:
             return name
-    raise fields.error(
-        "architectures", f"{names!r} is not supported; supported: {', '.join(HF_ARCHITECTURES)}"
-    )
+    if not names:
+        raise fields.error("architectures", f"must name a model's class, got {given!r:.80}")
+    raise fields.error("architectures", refusal(names[0], HF_ARCHITECTURES))
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    if (activation := fields.string("hidden_act", "silu")) not in ("silu", "swish"):
-        raise fields.error("hidden_act", f"{activation!r} is not supported; supported: silu")
+def _check_activation(fields: Fields, name: str, default: str, supported: tuple[str, ...]) -> None:
+    if (activation := fields.string(name, default)) not in supported:
+        raise fields.error(name, f"{activation!r} is not supported; supported: {supported[0]}")
+
+
+def _refuse_quantized(fields: Fields) -> None:
     if fields.get("quantization_config") is not None:
         raise fields.error(
             "quantization_config",

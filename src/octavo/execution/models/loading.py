@@ -9,11 +9,11 @@ import torch
 
 from octavo.core.gguf_file import GGUFFile
 from octavo.core.model_config import ModelConfig, ModelLoadError
+from octavo.execution.models.decoder import Decoder
 from octavo.execution.models.dummy_weights import DummyWeights
 from octavo.execution.models.gguf_config import gguf_config
 from octavo.execution.models.gguf_weights import GGUFWeights
 from octavo.execution.models.hf_config import DTYPES, load_hf_config
-from octavo.execution.models.llama import LlamaModel
 from octavo.execution.models.parallel import Collective, TensorParallel
 from octavo.execution.models.quantization import resolve_quantization
 from octavo.execution.models.registry import MODELS
@@ -35,7 +35,7 @@ def load_model(
     max_positions: int | None = None,
     all_reduce: Collective | None = None,
     all_gather: Collective | None = None,
-) -> LlamaModel:
+) -> Decoder:
     """Load rank ``rank`` of ``size`` of a model.
 
     ``source`` is a Hugging Face directory or a ``.gguf`` file; with ``load_format="dummy"``,
@@ -56,7 +56,8 @@ def load_model(
     resolved = resolve_dtype(config, dtype, device)
     if max_positions is not None and max_positions < 1:
         raise ValueError(f"max_positions must be at least 1, got {max_positions}")
-    return MODELS[config.architecture](
+    return Decoder(
+        MODELS[config.architecture],
         config,
         tensors,
         dtype=resolved,

@@ -14,7 +14,8 @@ from octavo.core.model_config import ModelConfig, RopeScaling
 
 
 class RopeTable(NamedTuple):
-    """``cos`` and ``sin``: float32 ``[max_positions, head_dim // 2]``."""
+    """``cos`` and ``sin``: float32 ``[max_positions, head_dim // 2]``, or of zero columns
+    where nothing is rotated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -31,6 +32,8 @@ def rope_table(
 
 def _inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     """Float32 ``[head_dim // 2]``, scaled."""
+    if not config.has_rotation:
+        return torch.empty(0)
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
     if config.rope_freq_factors is not None:

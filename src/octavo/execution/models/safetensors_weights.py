@@ -22,7 +22,7 @@ class SafetensorsWeights:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory)
-        self._places: dict[str, tuple[Path, Any]] = {}
+        self._places: dict[str, tuple[Path, Any, str]] = {}
         for path, expected in _find_files(self.path).items():
             try:
                 file = safe_open(path, framework="pt", device="cpu")
@@ -34,14 +34,14 @@ class SafetensorsWeights:
                     f"{path}: tensor {min(missing)} is missing, which {INDEX} puts there"
                 )
             for name in found if expected is None else expected:
-                self._places[name] = (path, file)
+                self._places[_full_name(name)] = (path, file, name)
         self._unused = set(self._places)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._places:
             check_shape(self.path, name, None, shape)
-        path, file = self._places[name]
-        tensor = file.get_slice(name)
+        path, file, stored = self._places[name]
+        tensor = file.get_slice(stored)
         check_shape(path, name, tensor.get_shape(), shape)
         if tensor.get_dtype() not in DTYPES:
             raise ModelLoadError(
@@ -51,10 +51,10 @@ class SafetensorsWeights:
     def copy(
         self, name: str, shape: tuple[int, ...], into: torch.Tensor, axis: int, start: int
     ) -> None:
-        path, file = self._places[name]
+        path, file, stored = self._places[name]
         stop = start + into.shape[axis]
         try:
-            tensor = file.get_slice(name)
+            tensor = file.get_slice(stored)
             into.copy_(tensor[start:stop] if axis == 0 else tensor[:, start:stop])
         except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name} cannot be read: {error}") from error
@@ -70,6 +70,11 @@ class SafetensorsWeights:
 
     def check_all_used(self, ignored: frozenset[str]) -> None:
         check_unused(self.path, self._unused - ignored)
+
+
+def _full_name(name: str) -> str:
+    """OPT's own checkpoints leave out the first part of their names."""
+    return f"model.{name}" if name.startswith("decoder.") else name
 
 
 def _find_files(directory: Path) -> dict[Path, set[str] | None]:

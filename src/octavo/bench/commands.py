@@ -1,0 +1,275 @@
+"""`octavo bench …`: each command measures one thing. Loads nothing heavy until it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from octavo import options
+from octavo.config import DEFAULT_MODEL
+from octavo.options import DEFAULTS
+from octavo.terminal import print_json, readable_errors
+
+bench_app = typer.Typer(
+    help="Measure, and print each figure beside its goal.", no_args_is_help=True
+)
+
+_WORK = "Workload"
+Trace = Annotated[
+    str | None,
+    typer.Option(
+        help="A trace (Azure, BurstGPT, Mooncake) or a table of lengths (ShareGPT, Vidur); "
+        "without one lengths are fixed.",
+        rich_help_panel=_WORK,
+    ),
+]
+NumRequests = Annotated[int, typer.Option(help="How many requests.", rich_help_panel=_WORK)]
+InputLen = Annotated[
+    int, typer.Option(help="Prompt tokens, without a trace.", rich_help_panel=_WORK)
+]
+OutputLen = Annotated[
+    int, typer.Option(help="Output tokens, without a trace.", rich_help_panel=_WORK)
+]
+MaxTotalLen = Annotated[
+    int | None,
+    typer.Option(help="Leave out longer requests of a trace.", rich_help_panel=_WORK),
+]
+Seed = Annotated[int, typer.Option(help="Makes the workload repeatable.", rich_help_panel=_WORK)]
+
+
+@bench_app.command("simulator")
+def simulator(as_json: options.AsJSON = False) -> None:
+    """What the scheduler and the block manager cost: simulated tokens a second of one core."""
+    from octavo.bench import simulator
+
+    report: Any = simulator.run()
+    if as_json:
+        print_json(report)
+        return
+    typer.echo(f"{'rows':>6} {'plan µs':>9} {'update µs':>10} {'step µs':>9} {'tokens/s':>12}")
+    for figure in report["rows"]:
+        typer.echo(
+            f"{figure['rows']:>6} {figure['plan_us']:>9.1f} {figure['update_us']:>10.1f} "
+            f"{figure['step_us']:>9.1f} {figure['tokens_per_second']:>12,.0f}"
+        )
+    typer.echo(
+        f"step at 256 rows: {report['share_of_goal']:.2f} of the goal of "
+        f"{report['goal_step_us']:.0f} µs"
+    )
+
+
+@bench_app.command("attention")
+def attention(as_json: options.AsJSON = False, threads: options.Threads = 1) -> None:
+    """The attention backends of this machine against each other, on SmolLM2-135M's shape."""
+    from octavo.bench import attention
+
+    figures = attention.run(threads or 1)
+    if as_json:
+        print_json(figures)
+        return
+    typer.echo(attention.table(figures))
+
+
+@bench_app.command("decode")
+def decode(
+    model: options.Model = DEFAULT_MODEL,
+    dtype: options.Dtype = DEFAULTS.dtype,
+    weights: options.Weights = DEFAULTS.weights,
+    threads: options.Threads = None,
+    depth: options.Depth = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Decode and prefill speed in process, beside the machine's memory rate in the same run."""
+    with readable_errors():
+        from octavo.bench import decode
+
+        report = decode.run(model, dtype=dtype, weights=weights, threads=threads, depth=depth)
+        if as_json:
+            print_json(report)
+            return
+        typer.echo(decode.table(report))
+
+
+@bench_app.command("quality")
+def quality(model: options.Model = DEFAULT_MODEL, as_json: options.AsJSON = False) -> None:
+    """What bf16, 8- and 4-bit weights cost: perplexity on a text that ships with Octavo."""
+    with readable_errors():
+        from octavo.bench import quality
+
+        figures = quality.run(model)
+        if as_json:
+            print_json(figures)
+            return
+        typer.echo(quality.table(figures))
+
+
+@bench_app.command("throughput")
+def throughput(
+    model: options.Model = DEFAULT_MODEL,
+    trace: Trace = None,
+    num_requests: NumRequests = 64,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    max_total_len: MaxTotalLen = None,
+    seed: Seed = 0,
+    load_format: options.LoadFormat = DEFAULTS.load_format,
+    dtype: options.Dtype = DEFAULTS.dtype,
+    weights: options.Weights = DEFAULTS.weights,
+    kv_memory: options.KVMemory = DEFAULTS.kv_memory,
+    max_num_seqs: options.MaxNumSeqs = DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    threads: options.Threads = None,
+    depth: options.Depth = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Offline throughput: every request of the workload submitted at once, in process."""
+    with readable_errors():
+        from octavo.bench.throughput import throughput
+        from octavo.engine.llm import LLM
+        from octavo.workload.workload import make_workload
+
+        with LLM(
+            model,
+            load_format=load_format,
+            dtype=dtype,
+            weights=weights,
+            kv_memory=kv_memory,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            threads=threads,
+            depth=depth,
+        ) as llm:
+            items = make_workload(
+                trace=trace,
+                num_requests=num_requests,
+                input_len=input_len,
+                output_len=output_len,
+                max_total_len=max_total_len or llm.report.limits.max_length,
+                seed=seed,
+            )
+            report = throughput(llm, items, seed=seed)
+        if as_json:
+            print_json(report)
+            return
+        typer.echo(
+            f"{report['num_requests']} requests in {report['seconds']:.2f} s: "
+            f"{report['requests_per_second']:.2f} requests/s, "
+            f"{report['output_tokens_per_second']:.1f} output tokens/s, "
+            f"{report['total_tokens_per_second']:.1f} tokens/s in all"
+        )
+
+
+@bench_app.command("latency")
+def latency(
+    model: options.Model = DEFAULT_MODEL,
+    batch_size: Annotated[int, typer.Option(help="Requests in the batch.")] = 1,
+    input_len: InputLen = 32,
+    output_len: OutputLen = 128,
+    rounds: Annotated[int, typer.Option(help="Counted runs of the batch.")] = 5,
+    warmups: Annotated[int, typer.Option(help="Runs before that.")] = 1,
+    seed: Seed = 0,
+    load_format: options.LoadFormat = DEFAULTS.load_format,
+    dtype: options.Dtype = DEFAULTS.dtype,
+    weights: options.Weights = DEFAULTS.weights,
+    threads: options.Threads = None,
+    depth: options.Depth = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """How long one batch takes from submission to its last token, in process."""
+    with readable_errors():
+        from octavo.bench.throughput import latency
+        from octavo.engine.llm import LLM
+        from octavo.workload.workload import make_workload
+
+        items = make_workload(
+            trace=None, num_requests=batch_size, input_len=input_len, output_len=output_len
+        )
+        with LLM(
+            model,
+            load_format=load_format,
+            dtype=dtype,
+            weights=weights,
+            max_num_seqs=max(batch_size, 1),
+            threads=threads,
+            depth=depth,
+        ) as llm:
+            report = latency(llm, items, rounds=max(rounds, 1), warmups=warmups, seed=seed)
+        if as_json:
+            print_json(report)
+            return
+        figures = report["latency_ms"]
+        typer.echo(
+            f"batch of {batch_size}: mean {figures['mean']:.1f} ms, p50 {figures['p50']:.1f}, "
+            f"p99 {figures['p99']:.1f}; {report['output_tokens_per_second']:.1f} output tokens/s"
+        )
+
+
+@bench_app.command("serve")
+def serve(
+    url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = (
+        "http://127.0.0.1:8000"
+    ),
+    model: Annotated[
+        str | None, typer.Option(help="The model's name [default: the first it lists].")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's API key.")] = None,
+    trace: Trace = None,
+    num_requests: NumRequests = 64,
+    input_len: InputLen = 64,
+    output_len: OutputLen = 48,
+    max_total_len: MaxTotalLen = None,
+    arrivals: Annotated[
+        str,
+        typer.Option(
+            help="poisson, gamma, constant, all-at-once, or trace: the trace's own.",
+            rich_help_panel=_WORK,
+        ),
+    ] = "poisson",
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second.", rich_help_panel=_WORK)
+    ] = 1.0,
+    cv: Annotated[float, typer.Option(help="Burstiness of gamma arrivals; 1 is Poisson.")] = 1.0,
+    highest_token_id: Annotated[
+        int, typer.Option(help="Prompts are random token ids from 100 up to this.")
+    ] = 1000,
+    slo: Annotated[
+        str, typer.Option(help="Objectives for goodput, such as ttft=200ms,itl=50ms.")
+    ] = "",
+    seed: Seed = 0,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Open-loop load against a server: TTFT, inter-token and end-to-end latency, goodput."""
+    with readable_errors():
+        import asyncio
+
+        from octavo.bench import serve
+        from octavo.workload.workload import make_workload
+
+        items = make_workload(
+            trace=trace,
+            num_requests=num_requests,
+            input_len=input_len,
+            output_len=output_len,
+            arrivals=arrivals,
+            rate=rate,
+            cv=cv,
+            max_total_len=max_total_len,
+            seed=seed,
+        )
+        objectives = serve.parse_slo(slo)
+        report = asyncio.run(
+            serve.run(
+                url,
+                items,
+                model=model,
+                api_key=api_key,
+                highest_token_id=highest_token_id,
+                slo=objectives,
+                seed=seed,
+            )
+        )
+        if as_json:
+            print_json(report)
+            return
+        typer.echo(serve.table(report))

@@ -1,0 +1,88 @@
+"""One layer of a decoder: attention and an MLP, each added to the residual."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.execution.attention.interface import StepAttention
+from octavo.execution.models.activations import Activation
+from octavo.execution.models.layers import Linear, Quantization
+from octavo.execution.models.norms import Norm, QueryKeyNorm
+from octavo.execution.models.weights import Weights
+
+if TYPE_CHECKING:
+    from octavo.execution.models.quantized import QuantizedInputs
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DecoderLayer:
+    """Norms come before what they serve, as in every family but one (see `opt.PostNormLayer`)::
+
+        residual += output(attention(qkv(attention_norm(residual))))
+        residual += down(activate(up(mlp_norm(residual))))
+
+    ``index`` is the layer's number, ``query_key_norm`` changes queries and keys before they are
+    rotated, and ``up`` holds the gate too where the activation has one.
+    """
+
+    index: int
+    attention_norm: Norm
+    qkv: Linear
+    query_key_norm: QueryKeyNorm | None = None
+    output: Linear
+    mlp_norm: Norm
+    up: Linear
+    activate: Activation
+    down: Linear
+
+    def load(
+        self,
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization | None,
+    ) -> None:
+        """Load and prepare each part in turn, so that only one plain copy exists at a time."""
+        for norm in self.norms():
+            norm.load(weights, dtype, device)
+            norm.prepare()
+        for linear in self.linears():
+            linear.load(weights, dtype, device, quantization)
+            linear.prepare()
+        if quantization is not None:
+            self._fuse(quantization)
+
+    def _fuse(self, quantization: Quantization) -> None:
+        """What comes before a quantized product quantizes its inputs in the same pass."""
+        if self.qkv.is_quantized:
+            self.attention_norm.fuse(quantization)
+        if self.up.is_quantized:
+            self.mlp_norm.fuse(quantization)
+        if self.down.is_quantized:
+            self.activate.fuse(quantization)
+
+    def norms(self) -> Iterator[Norm | QueryKeyNorm]:
+        yield self.attention_norm
+        if self.query_key_norm is not None:
+            yield self.query_key_norm
+        yield self.mlp_norm
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.up, self.down
+
+    def __call__(self, residual: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+        """``residual``: ``[num_tokens, hidden]``, changed in place and returned."""
+        residual.add_(self.attend(self.attention_norm(residual), attention))
+        residual.add_(self.down(self.activate(self.up(self.mlp_norm(residual)))))
+        return residual
+
+    def attend(self, x: torch.Tensor | QuantizedInputs, attention: StepAttention) -> torch.Tensor:
+        """Attention of ``x``, from its projections to its output's."""
+        qkv = self.qkv(x)
+        if self.query_key_norm is not None:
+            qkv = self.query_key_norm(qkv)
+        return self.output(attention(self.index, qkv))

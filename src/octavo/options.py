@@ -1,0 +1,77 @@
+"""Command-line options that several commands share. Light: typer only."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from octavo.config import EngineConfig
+
+DEFAULTS = EngineConfig()
+_ENGINE = "Engine"
+
+Model = Annotated[str, typer.Argument(help="A name, a directory or a GGUF file.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=_ENGINE)
+]
+LoadFormat = Annotated[
+    str,
+    typer.Option(
+        help="auto, safetensors, gguf, or dummy (random weights from a config alone).",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="Weights on a CPU: bf16, int8, int4, or auto: as the file stores them.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+KV = Annotated[str, typer.Option(help="KV cache manager: paged.", rich_help_panel=_ENGINE)]
+BlockSize = Annotated[int, typer.Option(help="Tokens in a block.", rich_help_panel=_ENGINE)]
+KVMemory = Annotated[
+    str,
+    typer.Option(
+        help="Memory of the KV cache: auto, a size (512MiB, 40GiB), or a share of what remains "
+        "after weights and workspace (90%).",
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        help="Longest sequence, prompt and output together [default: the model's own limit].",
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxNumSeqs = Annotated[
+    int, typer.Option(help="Sequences that run at once.", rich_help_panel=_ENGINE)
+]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Token budget of a step [default: chosen for the device].", rich_help_panel=_ENGINE
+    ),
+]
+MaxQueuedRequests = Annotated[
+    int,
+    typer.Option(help="Requests that may wait; more are refused.", rich_help_panel=_ENGINE),
+]
+Depth = Annotated[
+    int | None,
+    typer.Option(
+        help="Steps in flight: 1 synchronous, 2 pipelined [default: chosen for the device].",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Compute threads [default: cores less one].", rich_help_panel=_ENGINE),
+]
+Attention = Annotated[
+    str,
+    typer.Option(help="Attention backend: auto, compiled or gather.", rich_help_panel=_ENGINE),
+]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

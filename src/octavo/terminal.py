@@ -1,0 +1,31 @@
+"""How commands speak: errors in one line, results as JSON. Light: typer only."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """Expected errors are one line on standard error and exit code 1, without a traceback."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    for chatty in ("uvicorn.error", "httpx"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        yield
+    except (ValueError, MemoryError, OSError, RuntimeError) as error:
+        if isinstance(error, typer.Exit):
+            raise
+        typer.echo(f"octavo: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on standard output."""
+    typer.echo(json.dumps(value, ensure_ascii=False))

@@ -132,6 +132,139 @@ def test_usage_counts_a_shared_block_once() -> None:
     paged.check()
 
 
+def caching(num_blocks: int = 9, rows: int = 4) -> PagedManager:
+    return PagedManager(num_blocks, SIZE, rows, prefix_caching=True)
+
+
+def run(paged: PagedManager, row: int, tokens: list[int], salt: bytes = b"") -> int:
+    """Admit, publish and free; the number of cached tokens."""
+    admission = paged.admit(row, as_ids(tokens), salt=salt)
+    assert admission is not None
+    paged.publish(row, as_ids(tokens))
+    commit(paged, row, len(tokens) - admission.num_cached_tokens)
+    paged.check()
+    paged.free(row)
+    return admission.num_cached_tokens
+
+
+def test_a_prefix_is_hit_in_whole_blocks_and_never_wholly() -> None:
+    paged = caching()
+    tokens = list(range(10))
+    assert run(paged, 0, tokens) == 0
+    assert paged.usage().cached == 8
+    assert run(paged, 0, tokens) == 8
+    assert run(paged, 0, tokens[:8]) == 4, "at least one token is computed"
+    assert run(paged, 0, [*tokens[:6], 99, 98, 97]) == 4
+    assert run(paged, 0, [99, *tokens]) == 0
+
+
+def test_tenants_do_not_see_each_others_blocks() -> None:
+    paged = caching()
+    tokens = list(range(9))
+    assert run(paged, 0, tokens, b"a") == 0
+    assert run(paged, 0, tokens, b"b") == 0
+    assert run(paged, 0, tokens, b"a") == 8
+
+
+def test_a_running_sequence_shares_its_published_blocks() -> None:
+    paged = caching()
+    tokens = list(range(9))
+    paged.admit(0, as_ids(tokens))
+    paged.publish(0, as_ids(tokens))
+    assert paged.admit(1, as_ids(tokens)) is not None
+    assert paged.block_ids(0)[:2].tolist() == paged.block_ids(1)[:2].tolist()
+    assert paged.pool.references[paged.block_ids(0)[0]] == 2
+    assert paged.block_ids(0)[2] != paged.block_ids(1)[2]
+    paged.check()
+
+
+def test_the_tail_of_the_oldest_chain_is_evicted_first() -> None:
+    paged = caching(num_blocks=7)
+    old, new = list(range(12)), list(range(100, 108))
+    run(paged, 0, old)
+    run(paged, 0, new)
+    paged.admit(1, as_ids(range(200, 208)))
+    assert run(paged, 0, [*old, 1]) == 8, "one of the old chain's three blocks went, its last"
+    paged.free(1)
+
+
+def test_a_hit_makes_a_chain_young_again() -> None:
+    paged = caching(num_blocks=5)
+    first, second = list(range(8)), list(range(100, 108))
+    run(paged, 0, first)
+    run(paged, 0, second)
+    run(paged, 0, first)
+    paged.admit(1, as_ids([7]))
+    paged.free(1)
+    paged.admit(1, as_ids(range(200, 204)))
+    paged.free(1)
+    assert paged.pool.num_cached == 3
+    assert run(paged, 0, [*first, 1]) == 8
+
+
+def test_cached_blocks_count_as_free_until_they_are_shared() -> None:
+    paged = caching(num_blocks=5)
+    run(paged, 0, list(range(8)))
+    assert paged.num_free_blocks == 4
+    assert paged.admit(0, as_ids(range(12)), reserve=2) is None
+    assert paged.pool.num_cached == 2, "a call that fails changes nothing"
+    admission = paged.admit(0, as_ids(range(12)), reserve=1)
+    assert admission is not None
+    assert admission.num_cached_tokens == 8
+
+
+def test_what_was_never_computed_is_taken_back() -> None:
+    paged = caching()
+    tokens = list(range(9))
+    paged.admit(0, as_ids(tokens))
+    published = paged.publish(0, as_ids(tokens))
+    assert published == paged.block_ids(0)[:2].tolist()
+    paged.unpublish(published)
+    paged.free(0)
+    assert run(paged, 0, tokens) == 0
+    paged.check()
+
+
+def test_generated_blocks_are_published_as_they_fill() -> None:
+    paged = caching()
+    tokens = list(range(10))
+    paged.admit(0, as_ids(tokens[:5]))
+    assert len(paged.publish(0, as_ids(tokens[:5]))) == 1
+    assert paged.grow(0, 10)
+    assert len(paged.publish(0, as_ids(tokens[:7]))) == 0
+    assert len(paged.publish(0, as_ids(tokens))) == 1
+    paged.free(0)
+    assert run(paged, 1, tokens) == 8
+
+
+def test_a_fork_publishes_its_own_continuation() -> None:
+    paged = caching()
+    tokens = list(range(6))
+    paged.admit(0, as_ids(tokens))
+    paged.publish(0, as_ids(tokens))
+    paged.fork(0, 1, 6)
+    for row, tail in ((0, [50, 51]), (1, [60, 61])):
+        assert paged.grow(row, 8)
+        assert len(paged.publish(row, as_ids(tokens + tail))) == 1
+    paged.retire(paged.drain().commands)
+    paged.free(0)
+    paged.free(1)
+    assert run(paged, 0, [*tokens, 50, 51, 1]) == 8
+    assert run(paged, 0, [*tokens, 60, 61, 1]) == 8
+
+
+def test_resetting_forgets_everything_that_is_cached() -> None:
+    paged = caching()
+    tokens = list(range(9))
+    paged.admit(0, as_ids(tokens))
+    paged.publish(0, as_ids(tokens))
+    paged.reset_prefix_cache()
+    paged.check()
+    paged.free(0)
+    assert paged.usage().cached == 0
+    assert run(paged, 0, tokens) == 0
+
+
 class PagedMachine(RuleBasedStateMachine):
     """Any order of calls; a toy arena replays the commands and every row reads its own tokens."""
 
@@ -139,9 +272,10 @@ class PagedMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.paged = PagedManager(13, SIZE, self.rows)
+        self.paged = PagedManager(13, SIZE, self.rows, prefix_caching=True)
         self.arena = np.full((13, SIZE), -1, dtype=np.int64)
         self.model: dict[int, list[int]] = {}
+        self.salts: dict[int, bytes] = {}
         self.tables: dict[int, dict[int, int]] = {}
         self.outstanding: list[tuple[CopyBlocks, ...]] = []
         self.counter = 0
@@ -167,19 +301,52 @@ class PagedMachine(RuleBasedStateMachine):
             self.outstanding.append(drained.commands)
 
     @precondition(lambda self: len(self.model) < self.rows)
-    @rule(count=st.integers(1, 14), reserve=st.integers(0, 2))
-    def admit(self, count: int, reserve: int) -> None:
+    @rule(
+        common=st.integers(0, 14),
+        story=st.integers(0, 1),
+        own=st.integers(0, 6),
+        reserve=st.integers(0, 2),
+        salt=st.sampled_from([b"", b"tenant"]),
+    )
+    def admit(self, common: int, story: int, own: int, reserve: int, salt: bytes) -> None:
+        """Prompts begin with a part of one of two stories, so that prefixes are hit."""
         row = next(r for r in range(self.rows) if r not in self.model)
         free = self.paged.num_free_blocks
-        tokens = self.fresh(count)
-        admitted = self.paged.admit(row, as_ids(tokens), reserve=reserve)
-        assert (admitted is not None) == (-(-count // SIZE) + reserve <= free)
+        tokens = list(range(10**6 * (story + 1), 10**6 * (story + 1) + common))
+        tokens += self.fresh(own or not common)
+        needed = -(-len(tokens) // SIZE)
+        admitted = self.paged.admit(row, as_ids(tokens), reserve=reserve, salt=salt)
+        if needed + reserve <= free:
+            assert admitted is not None
         if admitted is not None:
+            cached = admitted.num_cached_tokens
+            assert cached < len(tokens)
+            assert cached % SIZE == 0
             self.model[row] = tokens
+            self.salts[row] = salt
             self.tables[row] = dict(enumerate(self.paged.block_ids(row).tolist()))
             self.obey()
-            self.write(row, 0)
-            commit(self.paged, row, count)
+            self.write(row, cached)
+            self.paged.publish(row, as_ids(tokens))
+            commit(self.paged, row, len(tokens) - cached)
+
+    @precondition(lambda self: bool(self.model))
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.model)))
+        for block_id in self.paged.publish(row, as_ids(self.model[row])):
+            assert block_id in self.tables[row].values()
+
+    @precondition(lambda self: bool(self.model))
+    @rule(data=st.data())
+    def unpublish(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.model)))
+        self.paged.unpublish(self.tables[row].values())
+
+    @rule()
+    def reset(self) -> None:
+        self.paged.reset_prefix_cache()
+        assert self.paged.usage().cached == 0
 
     @precondition(lambda self: bool(self.model))
     @rule(data=st.data(), count=st.integers(1, 6))
@@ -203,6 +370,7 @@ class PagedMachine(RuleBasedStateMachine):
         length = len(self.model[parent])
         self.paged.fork(parent, child, length)
         self.model[child] = list(self.model[parent])
+        self.salts[child] = self.salts[parent]
         self.tables[child] = dict(enumerate(self.paged.block_ids(child).tolist()))
 
     @precondition(lambda self: bool(self.model))
@@ -237,7 +405,7 @@ class PagedMachine(RuleBasedStateMachine):
         while self.outstanding:
             self.paged.retire(self.outstanding.pop(0))
         self.paged.check()
-        assert self.paged.num_free_blocks == self.paged.num_usable_blocks
+        assert self.paged.num_free_blocks == self.paged.num_usable_blocks, "only cached blocks"
 
 
 TestPagedMachine = PagedMachine.TestCase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from octavo.core.plan import (
@@ -36,11 +37,23 @@ class KVManager(Protocol):
     def can_never_fit(self, num_tokens: int) -> bool:
         """Whether a sequence of ``num_tokens`` cannot fit in the pool even when it is empty."""
 
-    def admit(self, row: int, token_ids: IntArray, *, reserve: int = 0) -> Admission | None:
-        """Take blocks for all of ``token_ids``, leaving ``reserve`` blocks free.
+    def admit(
+        self, row: int, token_ids: IntArray, *, reserve: int = 0, salt: bytes = b""
+    ) -> Admission | None:
+        """Take blocks for all of ``token_ids``, cached prefix first, leaving ``reserve`` free.
 
-        None means not now.
+        Only blocks published under the same ``salt`` are shared. None means not now.
         """
+
+    def publish(self, row: int, token_ids: IntArray) -> list[int]:
+        """Let others share the row's full blocks of ``token_ids``, its first tokens, whose keys
+        and values are computed or about to be. Returns the blocks that are new to the cache."""
+
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """Take blocks back out of the cache: what they should hold was never computed."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached. Sequences that run keep their blocks."""
 
     def grow(self, row: int, num_tokens: int) -> bool:
         """Make positions below ``num_tokens`` writable; False when blocks are missing."""

@@ -1,6 +1,13 @@
-"""The pool: which block ids are free and how often each is referenced. Knows no sequences.
+"""The pool: which block ids are free, which are cached, and how often each is referenced.
 
-Ids are handed out last-released-first, so that the memory touched last is touched again.
+Knows no sequences and no tokens. A block is in one of three states::
+
+    referenced   references > 0                       somebody's table or a copy in flight names it
+    cached       references = 0, its content has a key   may be shared again, or evicted
+    free         references = 0, no key
+
+Free blocks are handed out last-released-first, so that the memory touched last is touched again;
+when none is left, the cached block that was released longest ago is evicted.
 """
 
 from __future__ import annotations
@@ -25,6 +32,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        # Insertion order is the order of eviction: oldest first.
+        self._cached: dict[int, None] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
 
     @property
     def num_usable(self) -> int:
@@ -33,13 +44,20 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that can be allocated: free ones, and cached ones that can be evicted."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     def try_allocate(self, count: int) -> list[int] | None:
         """``count`` blocks with one reference each, or None and no change."""
         free = self._free
         if count > len(free):
-            return None
+            if count > self.num_free:
+                return None
+            self._evict(count - len(free))
         if count == 0:
             return []
         block_ids = free[: -count - 1 : -1]
@@ -49,28 +67,75 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each block."""
+        """One more reference to each block, referenced or cached."""
         for block_id in block_ids:
-            assert self.references[block_id] > 0, f"block {block_id} is not allocated"
+            if self.references[block_id] == 0:
+                assert block_id in self._cached, f"block {block_id} is not allocated"
+                del self._cached[block_id]
             self.references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One reference less; blocks without any are free again, the first to be reused first."""
+        """One reference less. Blocks without any are cached or free again; of a sequence's blocks
+        the tail is evicted first and the first is reused first."""
         for block_id in reversed(block_ids):
             self.references[block_id] -= 1
             count = self.references[block_id]
             assert count >= 0, f"block {block_id} released too often"
             if count == 0:
-                self._free.append(block_id)
+                if block_id in self._key_of:
+                    self._cached[block_id] = None
+                else:
+                    self._free.append(block_id)
+
+    # ── content keys ─────────────────────────────────────────────────────────────────────────
+
+    def publish(self, block_id: int, key: bytes) -> bool:
+        """Let ``key`` find this referenced block. False when another block has the key already,
+        or the block has one."""
+        assert self.references[block_id] > 0, f"block {block_id} is published but not owned"
+        if key in self._block_of or block_id in self._key_of:
+            return False
+        self._block_of[key] = block_id
+        self._key_of[block_id] = key
+        return True
+
+    def unpublish(self, block_id: int) -> None:
+        """Forget the block's key, if it has one."""
+        key = self._key_of.pop(block_id, None)
+        if key is None:
+            return
+        del self._block_of[key]
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._free.append(block_id)
+
+    def find(self, key: bytes) -> int | None:
+        """The block whose content has this key."""
+        return self._block_of.get(key)
+
+    def forget_all(self) -> None:
+        """Forget every key; cached blocks are free."""
+        for block_id in list(self._key_of):
+            self.unpublish(block_id)
+
+    def is_cached(self, block_id: int) -> bool:
+        return block_id in self._cached
+
+    def _evict(self, count: int) -> None:
+        for block_id in list(self._cached)[:count] if count > 1 else [next(iter(self._cached))]:
+            self.unpublish(block_id)
 
     def check(self) -> None:
-        """Raise AssertionError when the free list and the reference counts disagree."""
+        """Raise AssertionError when the lists, the keys and the reference counts disagree."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
-        assert NULL_BLOCK not in free, "the null block is free"
+        assert not free & self._cached.keys(), "a block is both free and cached"
+        assert NULL_BLOCK not in free | self._cached.keys(), "the null block is free"
         assert self.references[NULL_BLOCK] == 0, "the null block is referenced"
+        assert self._cached.keys() <= self._key_of.keys(), "a cached block has no key"
+        assert {k: b for b, k in self._key_of.items()} == self._block_of, "the keys disagree"
         for block_id in range(1, self.num_blocks):
-            is_free = block_id in free
-            assert is_free == (self.references[block_id] == 0), (
-                f"block {block_id}: free={is_free}, references={self.references[block_id]}"
+            is_idle = block_id in free or block_id in self._cached
+            assert is_idle == (self.references[block_id] == 0), (
+                f"block {block_id}: idle={is_idle}, references={self.references[block_id]}"
             )

@@ -13,6 +13,7 @@ A row's table, for a block size of 4 and 10 tokens of which 9 are computed::
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import chain
 
 import numpy as np
@@ -30,6 +31,7 @@ from octavo.core.plan import (
     int_array,
 )
 from octavo.memory.block_pool import BlockPool
+from octavo.memory.prefix_cache import SequenceKeys
 
 
 class PagedManager:
@@ -38,8 +40,16 @@ class PagedManager:
     ``num_blocks`` counts the null block; ``max_num_seqs`` is the number of rows.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        *,
+        prefix_caching: bool = False,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.prefix_caching = prefix_caching
         self.block_size = block_size
         self.writable: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self._num_known: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
@@ -48,6 +58,7 @@ class PagedManager:
         self._copies: list[tuple[int, int]] = []
         self._deltas: list[tuple[int, int, int]] = []
         self._retained: Counter[int] = Counter()
+        self._keys: list[SequenceKeys | None] = [None] * max_num_seqs
 
     @property
     def num_free_blocks(self) -> int:
@@ -60,19 +71,62 @@ class PagedManager:
     def can_never_fit(self, num_tokens: int) -> bool:
         return num_blocks_for(num_tokens, self.block_size) > self.pool.num_usable
 
-    def admit(self, row: int, token_ids: IntArray, *, reserve: int = 0) -> Admission | None:
+    def admit(
+        self, row: int, token_ids: IntArray, *, reserve: int = 0, salt: bytes = b""
+    ) -> Admission | None:
         assert not self._tables[row], f"row {row} still owns blocks"
         num_tokens = len(token_ids)
-        count = num_blocks_for(num_tokens, self.block_size)
-        if count + reserve > self.pool.num_free:
+        keys, hits = self._look_up(token_ids, salt)
+        count = num_blocks_for(num_tokens, self.block_size) - len(hits)
+        # Hits that nobody references count as free until they are shared.
+        idle = sum(self.pool.is_cached(block_id) for block_id in hits)
+        if count + reserve > self.pool.num_free - idle:
             return None
+        self.pool.share(hits)
         block_ids = self.pool.try_allocate(count)
         assert block_ids is not None
-        self._tables[row] = block_ids
-        self.writable[row] = count * self.block_size
+        self._tables[row] = hits + block_ids
+        self._keys[row] = keys
+        self.writable[row] = len(self._tables[row]) * self.block_size
         self._num_known[row] = num_tokens
-        self._num_computed[row] = 0
-        return Admission(num_cached_tokens=0)
+        self._num_computed[row] = len(hits) * self.block_size
+        return Admission(num_cached_tokens=len(hits) * self.block_size)
+
+    def _look_up(self, token_ids: IntArray, salt: bytes) -> tuple[SequenceKeys | None, list[int]]:
+        """The sequence's keys and the cached blocks it begins with; the last token is never among
+        them, since something has to be computed to go on from."""
+        if not self.prefix_caching:
+            return None, []
+        keys = SequenceKeys(self.block_size, salt)
+        keys.extend(token_ids)
+        hits = []
+        for index in range((len(token_ids) - 1) // self.block_size):
+            block_id = self.pool.find(keys[index])
+            if block_id is None:
+                break
+            hits.append(block_id)
+        keys.num_published = len(hits)
+        return keys, hits
+
+    def publish(self, row: int, token_ids: IntArray) -> list[int]:
+        keys = self._keys[row]
+        if keys is None:
+            return []
+        published = []
+        keys.extend(token_ids)
+        table = self._tables[row]
+        for index in range(keys.num_published, len(token_ids) // self.block_size):
+            if self.pool.publish(table[index], keys[index]):
+                published.append(table[index])
+        keys.num_published = max(keys.num_published, len(token_ids) // self.block_size)
+        return published
+
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self.pool.unpublish(block_id)
+
+    def reset_prefix_cache(self) -> None:
+        self.pool.forget_all()
 
     def grow(self, row: int, num_tokens: int) -> bool:
         writable = int(self.writable[row])
@@ -112,6 +166,8 @@ class PagedManager:
         if num_tokens % self.block_size:
             # The half-full last block is shared now: neither may write it without asking.
             self.writable[parent] = min(int(self.writable[parent]), num_tokens)
+        keys = self._keys[parent]
+        self._keys[child] = keys and keys.fork(min(num_tokens // self.block_size, len(keys)))
         self._num_known[parent] = max(int(self._num_known[parent]), num_tokens)
         self._num_known[child] = num_tokens
         self._num_computed[child] = min(int(self._num_computed[parent]), num_tokens)
@@ -123,6 +179,7 @@ class PagedManager:
         # Tail first: a block nearer to the sequence's start is reused later.
         self.pool.release(self._tables[row])
         self._tables[row] = []
+        self._keys[row] = None
         self.writable[row] = 0
         self._num_known[row] = 0
         self._num_computed[row] = 0
@@ -177,15 +234,16 @@ class PagedManager:
             live[block_ids] = np.maximum(live[block_ids], filled)
             known[block_ids] = np.maximum(known[block_ids], wanted)
         capacity = self.pool.num_usable * size
-        free = self.pool.num_free * size
+        cached = self.pool.num_cached * size
+        free = self.pool.num_free * size - cached
         num_live = int(live.sum())
         num_reserved = int(known.sum()) - num_live
         return KVUsage(
             capacity=capacity,
             live=num_live,
-            cached=0,
+            cached=cached,
             reserved=num_reserved,
-            internal_waste=capacity - free - num_live - num_reserved,
+            internal_waste=capacity - free - cached - num_live - num_reserved,
             external_waste=0,
             free=free,
         )

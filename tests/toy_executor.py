@@ -24,6 +24,8 @@ from octavo.core.plan import (
 from octavo.core.protocols import StepError
 
 VOCAB = 97
+POISON = -7
+"""What a failed step leaves in its blocks; whoever reads it samples it."""
 
 
 def next_token(context: list[int], seed: int) -> int:
@@ -73,8 +75,7 @@ class ToyExecutor:
         self._queue.clear()
 
     def _run(self, plan: StepPlan) -> StepResult | StepError:
-        if plan.step_id in self.fail_steps:
-            return StepError(f"step {plan.step_id} was told to fail")
+        fails = plan.step_id in self.fail_steps
         for init in plan.row_inits:
             self.known[init.row] = init.token_ids.tolist()
             self.position[init.row] = init.num_computed_tokens
@@ -101,11 +102,14 @@ class ToyExecutor:
         ):
             for _ in range(count):
                 position = self.position[row]
-                self._write(row, position, self.known[row][position])
+                token = POISON if fails else self.known[row][position]
+                self._write(row, position, token)
                 self.position[row] += 1
         tokens = [self._sample(row) for row in batch.sampled_rows.tolist()]
         for fan_out in plan.fan_outs:
             tokens += [self._sample(row) for row in fan_out.destination_rows]
+        if fails:
+            return StepError(f"step {plan.step_id} was told to fail")
         return StepResult(plan.step_id, int_array(tokens))
 
     def _write(self, row: int, position: int, token: int) -> None:
@@ -122,6 +126,9 @@ class ToyExecutor:
 
     def _sample(self, row: int) -> int:
         context = self.read(row)
+        if POISON in context:
+            self.known[row].append(POISON)
+            return POISON
         assert context == self.known[row][: self.position[row]], f"row {row} reads another's tokens"
         token = next_token(context, self.seed[row])
         self.known[row] = [*context, token]

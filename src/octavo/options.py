@@ -39,6 +39,10 @@ KVMemory = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+PrefixCaching = Annotated[
+    bool,
+    typer.Option(help="Share the blocks of prompts that begin alike.", rich_help_panel=_ENGINE),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(

@@ -176,3 +176,38 @@ def _collect(found: dict[int, list[int]], numbers: list[int], token_ids: list[in
     for number, token in zip(numbers, token_ids, strict=True):
         if number < 1000:
             found[number].append(token)
+
+
+@pytest.mark.parametrize("attention", ["gather", "compiled"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [40, 400])
+def test_cached_prefixes_change_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch, attention: str, depth: int, num_blocks: int
+) -> None:
+    """The second time every prompt is hit as far as it is still cached."""
+    core, _ = build(
+        model,
+        attention=attention,
+        depth=depth,
+        block_size=4,
+        kv_memory=pool(num_blocks, 4),
+        prefix_caching=True,
+    )
+    manager = core.scheduler.manager
+    hits: list[int] = []
+    admit = manager.admit
+
+    def noting(*args: object, **options: object) -> object:
+        admission = admit(*args, **options)  # type: ignore[arg-type]
+        if admission is not None:
+            hits.append(admission.num_cached_tokens)
+        return admission
+
+    monkeypatch.setattr(manager, "admit", noting)
+    assert run(core, REQUESTS) == alone()
+    hits.clear()
+    check(core)
+    assert sum(hits) > 0
+    if num_blocks == 400:
+        expected = [(len(r.prompt_token_ids) - 1) // 4 * 4 for r in REQUESTS]
+        assert sorted(hits) == sorted(expected)

@@ -9,7 +9,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.memory.paged import PagedManager
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
-from toy_executor import ToyExecutor, as_ids
+from toy_executor import POISON, ToyExecutor, as_ids
 
 
 def request(
@@ -19,6 +19,7 @@ def request(
     *,
     seed: int = 0,
     stops: tuple[int, ...] = (),
+    salt: bytes = b"",
 ) -> Request:
     return Request(
         number=number,
@@ -27,6 +28,7 @@ def request(
         max_tokens=max_tokens,
         seed=seed,
         stop_token_ids=stops,
+        cache_salt=salt,
     )
 
 
@@ -44,8 +46,11 @@ class Harness:
         max_queued_requests: int = 100,
         depth: int = 1,
         eager: bool = True,
+        prefix_caching: bool = False,
     ) -> None:
-        self.manager = PagedManager(num_blocks, block_size, max_num_seqs)
+        self.manager = PagedManager(
+            num_blocks, block_size, max_num_seqs, prefix_caching=prefix_caching
+        )
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -67,6 +72,7 @@ class Harness:
         outputs = self.core.step()
         for number, token in zip(outputs.numbers.tolist(), outputs.token_ids.tolist(), strict=True):
             assert number not in self.finished, "a token after the end"
+            assert token != POISON, "a token made of what a failed step left behind"
             self.tokens[number].append(token)
         for finished in outputs.finished:
             assert finished.number not in self.finished, "a request ended twice"

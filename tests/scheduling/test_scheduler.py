@@ -15,10 +15,17 @@ PROMPTS = [list(range(3)), list(range(17)), [5] * 9, list(range(40, 70))]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize(("budget", "num_blocks"), [(64, 65), (7, 65), (4, 65), (64, 14), (7, 14)])
-def test_tokens_do_not_depend_on_scheduling(depth: int, budget: int, num_blocks: int) -> None:
+def test_tokens_do_not_depend_on_scheduling(
+    depth: int, caching: bool, budget: int, num_blocks: int
+) -> None:
     harness = Harness(
-        depth=depth, max_num_batched_tokens=budget, num_blocks=num_blocks, eager=False
+        depth=depth,
+        max_num_batched_tokens=budget,
+        num_blocks=num_blocks,
+        eager=False,
+        prefix_caching=caching,
     )
     harness.add(*(request(i, p, 20, seed=i) for i, p in enumerate(PROMPTS)))
     harness.run()
@@ -155,11 +162,90 @@ def test_steady_decode_is_planned_by_what_changed() -> None:
     assert not any(p.row_inits for p in plans)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_share_a_prefix_in_the_very_step_that_computes_it(depth: int) -> None:
+    harness = Harness(depth=depth, prefix_caching=True)
+    prompt = list(range(18))
+    harness.add(*(request(i, [*prompt, i], 5, seed=i) for i in range(3)))
+    harness.run()
+    first = harness.executor.plans[0]
+    assert first.batch.num_scheduled_tokens.tolist() == [19, 3, 3]
+    assert [init.num_computed_tokens for init in first.row_inits] == [0, 16, 16]
+    assert [harness.finished[i].num_cached_tokens for i in range(3)] == [0, 16, 16]
+    for i in range(3):
+        assert harness.tokens[i] == expected_tokens([*prompt, i], 5, seed=i)
+
+
+def test_a_follow_up_hits_the_answer_too() -> None:
+    harness = Harness(prefix_caching=True)
+    harness.add(request(0, list(range(10)), 10))
+    harness.run()
+    follow_up = [*range(10), *harness.tokens[0], 1, 2]
+    harness.add(request(1, follow_up, 4))
+    harness.run()
+    assert harness.finished[1].num_cached_tokens == 16, "19 tokens are computed: four full blocks"
+    assert harness.tokens[1] == expected_tokens(follow_up, 4)
+    assert harness.scheduler.usage().cached > 0
+    harness.scheduler.reset_prefix_cache()
+    assert harness.scheduler.usage().cached == 0
+
+
+def test_tenants_do_not_share() -> None:
+    harness = Harness(prefix_caching=True)
+    prompt = list(range(18))
+    for number, salt in enumerate((b"a", b"b", b"a")):
+        harness.add(request(number, prompt, 2, salt=salt))
+        harness.run()
+    assert [harness.finished[i].num_cached_tokens for i in range(3)] == [0, 0, 16]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_sequence_finds_its_blocks_again(depth: int) -> None:
+    harness = Harness(num_blocks=14, depth=depth, prefix_caching=True, max_num_seqs=3)
+    harness.add(*(request(i, [i] * 9, 20, seed=i) for i in range(3)))
+    harness.run()
+    assert harness.scheduler.num_preemptions
+    resumed = [
+        init
+        for plan in harness.executor.plans
+        for init in plan.row_inits
+        if len(init.token_ids) > 9 and init.num_computed_tokens
+    ]
+    assert resumed, "recomputation starts from what is still cached"
+    for i in range(3):
+        assert harness.tokens[i] == expected_tokens([i] * 9, 20, seed=i)
+        assert harness.finished[i].num_cached_tokens == 0, "its own blocks are no prefix hit"
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_failed_step_takes_those_with_it_that_hit_its_blocks(failing: int) -> None:
+    """At depth 2, step N+1 is planned on what step N was to compute."""
+    harness = Harness(depth=2, prefix_caching=True, max_num_batched_tokens=12)
+    harness.executor.fail_steps = {failing}
+    prompt = list(range(30))
+    harness.add(request(0, prompt, 3), request(1, [*prompt[:20], 5, 6], 3))
+    harness.run()
+    for number, own in ((0, prompt), (1, [*prompt[:20], 5, 6])):
+        if harness.finished[number].reason is not FinishReason.ERROR:
+            assert harness.tokens[number] == expected_tokens(own, 3)
+    harness.add(request(2, prompt, 3))
+    harness.run()
+    assert harness.tokens[2] == expected_tokens(prompt, 3), "nothing wrong stayed in the cache"
+
+
 def test_the_budget_holds_every_running_sequence() -> None:
     with pytest.raises(ValueError, match="at least max_num_seqs"):
         SchedulerConfig(
             max_num_seqs=8, max_num_batched_tokens=7, max_model_len=64, max_queued_requests=1
         )
+
+
+def _prompts_apart(number: int, length: int) -> list[int]:
+    return np.random.default_rng(number).integers(0, 97, length).tolist()
+
+
+def _prompts_alike(number: int, length: int) -> list[int]:
+    return [*range(length - 1), number % 3]
 
 
 request_shapes = st.tuples(st.integers(1, 30), st.integers(1, 25), st.booleans())
@@ -179,7 +265,11 @@ def test_any_mix_of_requests_ends_with_the_right_tokens(
     depth: int,
     data: st.DataObject,
 ) -> None:
+    # Prompts are random, or begin alike so that prefixes are hit.
+    alike = data.draw(st.booleans())
+    prompt_of = _prompts_alike if alike else _prompts_apart
     harness = Harness(
+        prefix_caching=alike,
         num_blocks=num_blocks,
         max_num_seqs=3,
         max_num_batched_tokens=budget,
@@ -188,7 +278,7 @@ def test_any_mix_of_requests_ends_with_the_right_tokens(
     )
     aborted = set()
     for number, (length, max_tokens, stops) in enumerate(shapes):
-        prompt = np.random.default_rng(number).integers(0, 97, length).tolist()
+        prompt = prompt_of(number, length)
         harness.add(
             request(number, prompt, max_tokens, seed=number, stops=(3, 50) if stops else ())
         )
@@ -201,7 +291,7 @@ def test_any_mix_of_requests_ends_with_the_right_tokens(
             harness.scheduler.check()
     harness.run()
     for number, (length, max_tokens, stops) in enumerate(shapes):
-        prompt = np.random.default_rng(number).integers(0, 97, length).tolist()
+        prompt = prompt_of(number, length)
         expected = expected_tokens(prompt, max_tokens, number, (3, 50) if stops else ())
         if number in aborted:
             assert harness.tokens[number] == expected[: len(harness.tokens[number])]

@@ -191,6 +191,7 @@ def latency(
             dtype=dtype,
             weights=weights,
             max_num_seqs=max(batch_size, 1),
+            prefix_caching=False,  # every round runs the same prompts
             threads=threads,
             depth=depth,
         ) as llm:

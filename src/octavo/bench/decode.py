@@ -29,7 +29,9 @@ def run(
 ) -> dict[str, Any]:
     """All figures, ready for JSON; rates are tokens a second, medians of three rounds."""
     started = time.perf_counter()
-    with LLM(model, dtype=dtype, weights=weights, threads=threads, depth=depth) as llm:
+    with LLM(
+        model, dtype=dtype, weights=weights, threads=threads, depth=depth, prefix_caching=False
+    ) as llm:
         load_s = time.perf_counter() - started
         read = _read_bytes_per_second()
         report = llm.report

@@ -1,7 +1,7 @@
 """What the policy itself costs: the real scheduler and manager under an executor that does nothing.
 
 Every row decodes without end, so the figure is that of the steady state: crossing blocks, advancing
-columns, digesting tokens.
+columns, digesting tokens, publishing full blocks to the prefix cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measure(rows: int, *, steps: int = 200, rounds: int = 7) -> SimulatorFigure:
     """Decode ``rows`` sequences for ``rounds`` × ``steps`` steps."""
     total = _PROMPT_TOKENS + (rounds + 1) * steps + 8
     blocks = rows * -(-total // _BLOCK_SIZE) + 1
-    manager = PagedManager(blocks, _BLOCK_SIZE, rows)
+    manager = PagedManager(blocks, _BLOCK_SIZE, rows, prefix_caching=True)
     config = SchedulerConfig(
         max_num_seqs=rows,
         max_num_batched_tokens=max(rows * _PROMPT_TOKENS, rows),

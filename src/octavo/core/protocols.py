@@ -29,6 +29,13 @@ class KVManager(Protocol):
         """``[max_num_seqs]``: positions below ``writable[row]`` may be written in place."""
 
     @property
+    def block_size(self) -> int: ...
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether `publish` does anything."""
+
+    @property
     def num_free_blocks(self) -> int: ...
 
     @property

@@ -38,7 +38,8 @@ class Request:
     """What the engine knows of a client's request.
 
     ``number`` names it between front end and engine. ``max_tokens`` and ``seed`` are resolved
-    (never None); ``stop_token_ids`` joins the model's end-of-sequence ids, unless ignored, and the
+    (never None). Only requests of the same ``cache_salt`` share cached prefixes.
+    ``stop_token_ids`` joins the model's end-of-sequence ids, unless ignored, and the
     client's own.
     """
 
@@ -48,6 +49,7 @@ class Request:
     max_tokens: int
     seed: int
     stop_token_ids: tuple[int, ...] = ()
+    cache_salt: bytes = b""
 
     @property
     def max_length(self) -> int:
@@ -57,12 +59,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request ended. ``num_tokens`` were generated, those of this step included."""
+    """A request ended. ``num_tokens`` were generated, those of this step included; the first
+    ``num_cached_tokens`` of the prompt came from the prefix cache."""
 
     number: int
     reason: FinishReason
     num_tokens: int
     error: str | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

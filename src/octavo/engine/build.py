@@ -81,7 +81,8 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         KVMemory.parse(config.kv_memory),
         layout,
         available=host.available_bytes() - workspace_bytes,
-        most_tokens=config.max_num_seqs * max_model_len,
+        # Without a cache, more than all rows at their longest could never be used.
+        most_tokens=None if config.prefix_caching else config.max_num_seqs * max_model_len,
     )
     arena = Arena(layout, num_blocks, model.dtype)
     attention_name, attention = _attention(
@@ -100,7 +101,12 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     capacity = KVCapacity(num_blocks, layout.block_size, layout.block_bytes)
     depth = config.depth or 1
     executor = InProcessExecutor(runner, capacity, threaded=depth > 1)
-    manager = PagedManager(num_blocks, layout.block_size, config.max_num_seqs)
+    manager = PagedManager(
+        num_blocks,
+        layout.block_size,
+        config.max_num_seqs,
+        prefix_caching=config.prefix_caching,
+    )
     scheduler_config = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
@@ -157,10 +163,10 @@ def _workspace_bytes(max_num_seqs: int, budget: int, model: Decoder) -> int:
     return activations + logits
 
 
-def _num_blocks(memory: KVMemory, layout: KVLayout, *, available: int, most_tokens: int) -> int:
+def _num_blocks(
+    memory: KVMemory, layout: KVLayout, *, available: int, most_tokens: int | None
+) -> int:
     """Blocks of the pool, the null block included."""
-    # More blocks than all rows at their longest could ever use are not worth reserving.
-    most = layout.num_blocks(most_tokens) + 1
     if memory.num_bytes is not None:
         wanted = memory.num_bytes
         if wanted > available:
@@ -172,7 +178,9 @@ def _num_blocks(memory: KVMemory, layout: KVLayout, *, available: int, most_toke
         wanted = int(memory.fraction * available)
     else:
         wanted = min(_CPU_KV_BYTES, int(_CPU_KV_FRACTION * available))
-    num_blocks = min(wanted // layout.block_bytes, most)
+    num_blocks = wanted // layout.block_bytes
+    if most_tokens is not None:
+        num_blocks = min(num_blocks, layout.num_blocks(most_tokens) + 1)
     if num_blocks < 2:
         raise ConfigError(
             f"the KV cache needs at least two blocks of {layout.block_bytes} bytes "

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,13 +26,15 @@ Message: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One request's result. ``error`` is set when ``finish_reason`` is ``error``."""
+    """One request's result. ``error`` is set when ``finish_reason`` is ``error``;
+    ``num_cached_tokens`` of the prompt came from the prefix cache."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     num_prompt_tokens: int
     error: str | None = None
+    num_cached_tokens: int = field(default=0, compare=False)
 
 
 class LLM:
@@ -220,6 +222,8 @@ class LLM:
                 continue
             finished = ended.pop(number, None)
             output.add((token_id,), finished.reason if finished else None)
+            if finished is not None:
+                output.num_cached_tokens = finished.num_cached_tokens
             if output.is_done:
                 num_done += 1
                 if finished is None:
@@ -240,6 +244,7 @@ class _Output:
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._reason: FinishReason | None = None
+        self.num_cached_tokens = 0
         self._error: str | None = None
         self._output: OutputText | None = None
         if tokenizer is not None:
@@ -284,6 +289,7 @@ class _Output:
             finish_reason=self._reason,
             num_prompt_tokens=len(self._request.prompt_token_ids),
             error=self._error,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 

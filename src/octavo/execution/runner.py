@@ -58,6 +58,8 @@ class Runner:
         self._apply(plan)
         batch = plan.batch
         starts = self.position[batch.rows]
+        # Advanced first: a step that fails must not put the one behind it out of step.
+        self.position[batch.rows] = starts + batch.num_scheduled_tokens
         ends = np.cumsum(batch.num_scheduled_tokens, dtype=np.int32)
         step = StepRows(
             rows=batch.rows,
@@ -70,7 +72,6 @@ class Runner:
         token_ids = torch.from_numpy(self._token_ids(step))
         positions = torch.from_numpy(step.positions)
         hidden = self.model.forward(token_ids, positions, self.attention.plan(step))
-        self.position[batch.rows] = starts + batch.num_scheduled_tokens
         tokens = self._sample(plan, hidden, ends)
         return StepResult(plan.step_id, tokens.astype(np.int32))
 

@@ -86,6 +86,10 @@ class RowTable:
         """A copy of the tokens that the host knows."""
         return self._tokens[row, : self.num_received[row]].copy()
 
+    def first_token_ids(self, row: int, count: int) -> IntArray:
+        """The first ``count`` tokens, all of them known to the host. A view: do not keep it."""
+        return self._tokens[row, :count]
+
     def receive(self, rows: IntArray, token_ids: IntArray) -> IntArray:
         """Append one sampled token to each row.
 

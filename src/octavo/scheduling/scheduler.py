@@ -66,6 +66,7 @@ class _Sequence:
     row: int = -1
     is_resuming: bool = False
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +75,8 @@ class _Launched:
     batch: Batch
     sampled_rows: IntArray
     commands: tuple[KVCommand, ...]
+    # Blocks that this step fills and others may hit already: (row, block id).
+    published: tuple[tuple[int, int], ...]
 
 
 class Scheduler:
@@ -99,6 +102,7 @@ class Scheduler:
         self._num_resuming = 0
         self._launched: deque[_Launched] = deque()
         self._decode_batch: Batch | None = None
+        self._published: list[tuple[int, int]] = []
 
     # ── what the outside asks ────────────────────────────────────────────────────────────────
 
@@ -123,6 +127,10 @@ class Scheduler:
 
     def usage(self) -> KVUsage:
         return self.manager.usage()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes; sequences that run keep their blocks."""
+        self.manager.reset_prefix_cache()
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -236,8 +244,17 @@ class Scheduler:
                 break
             count = min(budget, int(self.rows.num_tokens[row] - self.rows.num_computed[row]))
             chunks.append((row, count))
+            self._publish(row, int(self.rows.num_computed[row]) + count)
             budget -= count
         return chunks, budget
+
+    def _publish(self, row: int, num_tokens: int) -> None:
+        """Blocks of known tokens may be hit as soon as they are planned, in this very step: each
+        layer writes keys and values before it attends."""
+        if self.manager.prefix_caching:
+            tokens = self.rows.first_token_ids(row, num_tokens)
+            for block_id in self.manager.publish(row, tokens):
+                self._published.append((row, block_id))
 
     def _admit(self, budget: int, chunks: list[tuple[int, int]], inits: list[RowInit]) -> None:
         """Admit waiting sequences in order of arrival while rows, budget and blocks last."""
@@ -245,12 +262,17 @@ class Scheduler:
             sequence = self._waiting[0]
             row = self.rows.peek()
             admission = self.manager.admit(
-                row, sequence.token_ids, reserve=self._reserve_for(sequence)
+                row,
+                sequence.token_ids,
+                reserve=self._reserve_for(sequence),
+                salt=sequence.request.cache_salt,
             )
             if admission is None:
                 return
             self._waiting.popleft()
             cached = admission.num_cached_tokens
+            if not sequence.num_preemptions:
+                sequence.num_cached_tokens = cached
             self.rows.take(sequence.request, sequence.arrival, sequence.token_ids, cached)
             sequence.row = row
             self._sequence_of_row[row] = sequence
@@ -267,6 +289,7 @@ class Scheduler:
             )
             count = min(budget, len(sequence.token_ids) - cached)
             chunks.append((row, count))
+            self._publish(row, cached + count)
             budget -= count
 
     def _reserve_for(self, sequence: _Sequence) -> int:
@@ -303,7 +326,8 @@ class Scheduler:
         sampled = plan.sampled_rows()
         counts = columns.num_tokens[sampled] + 1
         columns.num_tokens[sampled] = counts
-        self._launched.append(_Launched(plan.step_id, batch, sampled, plan.commands))
+        published, self._published = tuple(self._published), []
+        self._launched.append(_Launched(plan.step_id, batch, sampled, plan.commands, published))
         if num_chunks:
             caught_up = rows[-num_chunks:][batch.samples[-num_chunks:]]
             if len(caught_up):
@@ -398,6 +422,8 @@ class Scheduler:
         if not wanted.all():
             rows, token_ids = rows[wanted], token_ids[wanted]
         ended = self.rows.receive(rows, token_ids)
+        if self.manager.prefix_caching:
+            self._publish_generated(rows)
         numbers = self.rows.number[rows]
         finished = tuple([self._finish(row) for row in ended.tolist()])
         self._release_processed(launched)
@@ -409,12 +435,44 @@ class Scheduler:
         assert launched.step_id == step_id, "failures must arrive in the order of launch"
         self._processed = launched.step_id
         finished = []
-        for row in launched.batch.rows.tolist():
+        for row in self._rows_failed_with(launched):
             if self.rows.is_wanted[row]:
                 finished.append(self._finish(row, FinishReason.ERROR, error))
         self._release_processed(launched)
         empty = int_array([])
         return StepOutputs(empty.astype(np.int64), empty, tuple(finished))
+
+    def _publish_generated(self, rows: IntArray) -> None:
+        """Rows whose computed tokens, all but the last received, fill a block just now."""
+        computed = self.rows.num_received[rows] - 1
+        for row in rows[computed % self.manager.block_size == 0].tolist():
+            count = int(self.rows.num_received[row]) - 1
+            self.manager.publish(row, self.rows.first_token_ids(row, count))
+
+    def _rows_failed_with(self, failed: _Launched) -> list[int]:
+        """Rows of a failed step, and those that share blocks which it should have filled; what
+        these published since is not to be hit either."""
+        rows = set(failed.batch.rows.tolist())
+        blocks = {block_id for _, block_id in failed.published}
+        while True:
+            spoiled = {
+                row
+                for row, sequence in enumerate(self._sequence_of_row)
+                if sequence is not None
+                and not blocks.isdisjoint(self.manager.block_ids(row).tolist())
+            }
+            later = {
+                block_id
+                for launched in self._launched
+                for row, block_id in launched.published
+                if row in rows | spoiled
+            }
+            if spoiled <= rows and later <= blocks:
+                break
+            rows |= spoiled
+            blocks |= later
+        self.manager.unpublish(blocks)
+        return sorted(rows)
 
     def _finish(
         self, row: int, reason: FinishReason | None = None, error: str | None = None
@@ -428,7 +486,7 @@ class Scheduler:
         num_tokens = int(self.rows.num_received[row]) - len(request.prompt_token_ids)
         del self._sequences[request.number]
         self._retire_row(row)
-        return Finished(request.number, reason, num_tokens, error)
+        return Finished(request.number, reason, num_tokens, error, sequence.num_cached_tokens)
 
     def _release_processed(self, launched: _Launched) -> None:
         if launched.commands:

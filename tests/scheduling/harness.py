@@ -20,6 +20,7 @@ def request(
     seed: int = 0,
     stops: tuple[int, ...] = (),
     salt: bytes = b"",
+    n: int = 1,
 ) -> Request:
     return Request(
         number=number,
@@ -29,6 +30,7 @@ def request(
         seed=seed,
         stop_token_ids=stops,
         cache_salt=salt,
+        n=n,
     )
 
 
@@ -66,7 +68,8 @@ class Harness:
     def add(self, *requests: Request) -> None:
         for item in requests:
             self.scheduler.add(item)
-            self.tokens[item.number] = []
+            for number in range(item.number, item.number + item.n):
+                self.tokens[number] = []
 
     def step(self) -> None:
         outputs = self.core.step()

@@ -145,9 +145,9 @@ def test_steady_decode_is_planned_by_what_changed() -> None:
     class Counting(PagedManager):
         calls = 0
 
-        def grow(self, row: int, num_tokens: int) -> bool:
+        def grow(self, row: int, num_tokens: int, *, reserve: int = 0) -> bool:
             Counting.calls += 1
-            return super().grow(row, num_tokens)
+            return super().grow(row, num_tokens, reserve=reserve)
 
     harness = Harness(num_blocks=200, block_size=16, max_num_seqs=8, max_num_batched_tokens=128)
     harness.scheduler.manager = Counting(200, 16, 8)

@@ -41,8 +41,8 @@ class KVManager(Protocol):
     @property
     def num_usable_blocks(self) -> int: ...
 
-    def can_never_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence of ``num_tokens`` cannot fit in the pool even when it is empty."""
+    def can_never_fit(self, num_blocks: int) -> bool:
+        """Whether the pool has fewer blocks than ``num_blocks`` even when it is empty."""
 
     def admit(
         self, row: int, token_ids: IntArray, *, reserve: int = 0, salt: bytes = b""
@@ -62,11 +62,15 @@ class KVManager(Protocol):
     def reset_prefix_cache(self) -> None:
         """Forget what is cached. Sequences that run keep their blocks."""
 
-    def grow(self, row: int, num_tokens: int) -> bool:
-        """Make positions below ``num_tokens`` writable; False when blocks are missing."""
+    def grow(self, row: int, num_tokens: int, *, reserve: int = 0) -> bool:
+        """Make positions below ``num_tokens`` writable, leaving ``reserve`` blocks free; False
+        when blocks are missing."""
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
         """Let ``child`` share the blocks of the parent's first ``num_tokens`` tokens."""
+
+    def follow(self, parent: int, child: int) -> None:
+        """What is computed of the parent's shared tokens is computed for the child, too."""
 
     def commit(self, rows: IntArray, num_tokens: IntArray) -> None:
         """``num_tokens[i]`` more tokens of ``rows[i]`` are computed (vectors of one length)."""

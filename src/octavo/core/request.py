@@ -8,6 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.layout import num_blocks_for
 from octavo.core.plan import IntArray
 from octavo.core.sampling_params import SamplingParams
 
@@ -37,7 +38,8 @@ class QueueFullError(RuntimeError):
 class Request:
     """What the engine knows of a client's request.
 
-    ``number`` names it between front end and engine. ``max_tokens`` and ``seed`` are resolved
+    ``number`` names it between front end and engine; its ``n`` samples are ``number`` to
+    ``number + n - 1``, with seeds that count up likewise. ``max_tokens`` and ``seed`` are resolved
     (never None). Only requests of the same ``cache_salt`` share cached prefixes.
     ``stop_token_ids`` joins the model's end-of-sequence ids, unless ignored, and the
     client's own.
@@ -50,11 +52,19 @@ class Request:
     seed: int
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: bytes = b""
+    n: int = 1
 
     @property
     def max_length(self) -> int:
         """Tokens of the sequence when it ends by length."""
         return len(self.prompt_token_ids) + self.max_tokens
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that it needs at most: the prompt's full ones once, the rest for each sample. The
+        last token's keys and values are never needed."""
+        shared = len(self.prompt_token_ids) // block_size
+        own = num_blocks_for(self.max_length - 1, block_size) - shared
+        return shared + self.n * own
 
 
 @dataclass(frozen=True, slots=True)

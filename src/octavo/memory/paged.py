@@ -68,8 +68,8 @@ class PagedManager:
     def num_usable_blocks(self) -> int:
         return self.pool.num_usable
 
-    def can_never_fit(self, num_tokens: int) -> bool:
-        return num_blocks_for(num_tokens, self.block_size) > self.pool.num_usable
+    def can_never_fit(self, num_blocks: int) -> bool:
+        return num_blocks > self.pool.num_usable
 
     def admit(
         self, row: int, token_ids: IntArray, *, reserve: int = 0, salt: bytes = b""
@@ -128,7 +128,7 @@ class PagedManager:
     def reset_prefix_cache(self) -> None:
         self.pool.forget_all()
 
-    def grow(self, row: int, num_tokens: int) -> bool:
+    def grow(self, row: int, num_tokens: int, *, reserve: int = 0) -> bool:
         writable = int(self.writable[row])
         if num_tokens <= writable:
             return True
@@ -136,11 +136,13 @@ class PagedManager:
         # Copy-on-write: the block that holds position `writable` exists and somebody else reads
         # it too. The last one left writes in place.
         index = writable // self.block_size
-        copy = index < len(table) and self.pool.references[table[index]] > 1
+        copy = index < len(table) and self._num_readers(table[index]) > 1
         new = num_blocks_for(num_tokens, self.block_size) - len(table)
-        block_ids = self.pool.try_allocate(max(new, 0) + copy)
-        if block_ids is None:
+        count = max(new, 0) + copy
+        if count + reserve > self.pool.num_free:
             return False
+        block_ids = self.pool.try_allocate(count)
+        assert block_ids is not None
         if copy:
             # The row's reference to the source stays until the copy is done (see `retire`).
             destination = block_ids.pop(0)
@@ -154,6 +156,10 @@ class PagedManager:
             table.append(block_id)
         self.writable[row] = len(table) * self.block_size
         return True
+
+    def _num_readers(self, block_id: int) -> int:
+        """Tables that name the block; copies that still have to read it come before any write."""
+        return self.pool.references[block_id] - self._retained[block_id]
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
         assert not self._tables[child], f"row {child} still owns blocks"
@@ -170,7 +176,11 @@ class PagedManager:
         self._keys[child] = keys and keys.fork(min(num_tokens // self.block_size, len(keys)))
         self._num_known[parent] = max(int(self._num_known[parent]), num_tokens)
         self._num_known[child] = num_tokens
-        self._num_computed[child] = min(int(self._num_computed[parent]), num_tokens)
+        self.follow(parent, child)
+
+    def follow(self, parent: int, child: int) -> None:
+        shared = int(self._num_known[child])
+        self._num_computed[child] = min(int(self._num_computed[parent]), shared)
 
     def commit(self, rows: IntArray, num_tokens: IntArray) -> None:
         self._num_computed[rows] += num_tokens
@@ -264,7 +274,7 @@ class PagedManager:
             assert len(set(table)) == len(table), f"row {row}: a block appears twice"
             first = max(int(self._num_known[row]), computed) // self.block_size
             for index in range(first, num_blocks_for(writable, self.block_size)):
-                owners = self.pool.references[table[index]]
+                owners = self._num_readers(table[index])
                 assert owners == 1 or writable % self.block_size, (
                     f"row {row}: may write block {table[index]} which has {owners} references"
                 )

@@ -48,12 +48,20 @@ class RowTable:
     def num_used(self) -> int:
         return self.size - len(self._free)
 
-    def peek(self) -> int:
-        """The row that `take` hands out next."""
-        return self._free[-1]
+    def peek(self, index: int = 0) -> int:
+        """The row that `take` hands out next, or ``index`` rows after that."""
+        return self._free[-1 - index]
 
-    def take(self, request: Request, arrival: int, token_ids: IntArray, num_computed: int) -> int:
-        """Give the next free row to a sequence whose ``token_ids`` are known."""
+    def take(
+        self,
+        number: int,
+        request: Request,
+        arrival: int,
+        token_ids: IntArray,
+        num_computed: int,
+    ) -> int:
+        """Give the next free row to sequence ``number`` of ``request``, whose ``token_ids`` are
+        known."""
         row = self._free.pop()
         self._fit_width(request.max_length)
         count = len(token_ids)
@@ -63,7 +71,7 @@ class RowTable:
         self.num_received[row] = count
         self.max_length[row] = request.max_length
         self.last_step[row] = 0
-        self.number[row] = request.number
+        self.number[row] = number
         self.arrival[row] = arrival
         self.is_wanted[row] = True
         self.is_decoding[row] = False

@@ -18,8 +18,8 @@ import numpy as np
 from octavo.core.plan import (
     Batch,
     BoolArray,
+    FanOut,
     IntArray,
-    KVCommand,
     KVUsage,
     RowInit,
     StepPlan,
@@ -33,8 +33,10 @@ from octavo.core.request import (
     FinishReason,
     QueueFullError,
     Request,
+    RequestError,
     StepOutputs,
 )
+from octavo.scheduling.groups import Group, Launched, Sequence
 from octavo.scheduling.rows import RowTable
 
 
@@ -56,29 +58,6 @@ class SchedulerConfig:
             )
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A sequence's life outside the columns. ``token_ids`` is current only while it waits."""
-
-    request: Request
-    arrival: int
-    token_ids: IntArray
-    row: int = -1
-    is_resuming: bool = False
-    num_preemptions: int = 0
-    num_cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Launched:
-    step_id: int
-    batch: Batch
-    sampled_rows: IntArray
-    commands: tuple[KVCommand, ...]
-    # Blocks that this step fills and others may hit already: (row, block id).
-    published: tuple[tuple[int, int], ...]
-
-
 class Scheduler:
     """One queue, one set of rows, one manager.
 
@@ -94,13 +73,15 @@ class Scheduler:
         self._arrivals = 0
         self._step_id = 0
         self._processed = 0
-        self._sequences: dict[int, _Sequence] = {}
-        self._sequence_of_row: list[_Sequence | None] = [None] * config.max_num_seqs
-        self._waiting: deque[_Sequence] = deque()
+        self._sequences: dict[int, Sequence] = {}
+        self._sequence_of_row: list[Sequence | None] = [None] * config.max_num_seqs
+        self._waiting: deque[Group] = deque()
         self._prefilling: list[int] = []
         self._releasing: list[int] = []
         self._num_resuming = 0
-        self._launched: deque[_Launched] = deque()
+        # Rows of samples that wait for their group's prompt to be computed.
+        self._awaiting: set[int] = set()
+        self._launched: deque[Launched] = deque()
         self._decode_batch: Batch | None = None
         self._published: list[tuple[int, int]] = []
 
@@ -108,12 +89,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
+        """Requests in the queue."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
         """Sequences that own a row and are still wanted."""
-        return len(self._sequences) - len(self._waiting)
+        return int(self.rows.is_wanted.sum())
 
     @property
     def has_work(self) -> bool:
@@ -139,36 +121,54 @@ class Scheduler:
             ContextLengthError: it can never fit in the pool, however long it waits.
             QueueFullError: ``max_queued_requests`` wait already.
         """
-        if request.max_length > self.config.max_model_len or self.manager.can_never_fit(
-            request.max_length - 1
-        ):
+        num_blocks = request.num_blocks(self.manager.block_size)
+        is_too_long = request.max_length > self.config.max_model_len
+        if is_too_long or self.manager.can_never_fit(num_blocks):
             raise ContextLengthError(
-                f"the request may grow to {request.max_length} tokens, more than the model's "
-                f"{self.config.max_model_len} or than the KV cache can hold"
+                f"the request may grow to {request.max_length} tokens, {num_blocks} blocks, "
+                f"more than the model's {self.config.max_model_len} tokens or than the KV cache "
+                "can hold"
+            )
+        if request.n > self.config.max_num_seqs:
+            raise RequestError(
+                f"n is {request.n}, but only {self.config.max_num_seqs} sequences run at once "
+                "(max_num_seqs); ask for fewer samples"
             )
         if not self.has_room:
             raise QueueFullError(
                 f"{len(self._waiting)} requests wait already (max_queued_requests); try again later"
             )
-        assert request.number not in self._sequences, f"request {request.number} exists"
-        sequence = _Sequence(request, self._arrivals, request.prompt_token_ids)
+        group = Group(request, self._arrivals)
         self._arrivals += 1
-        self._sequences[request.number] = sequence
-        self._waiting.append(sequence)
+        for sequence in group.sequences:
+            assert sequence.number not in self._sequences, f"request {sequence.number} exists"
+            self._sequences[sequence.number] = sequence
+        self._waiting.append(group)
 
     def abort(self, number: int) -> bool:
-        """Forget a request; its blocks are free at once, or with the last step that names them.
+        """Forget a sequence; its blocks are free at once, or with the last step that names them.
 
-        False when there is no such request (it may have just ended).
+        The other samples of its request go on. False when there is no such sequence (it may have
+        just ended).
         """
-        sequence = self._sequences.pop(number, None)
+        sequence = self._sequences.get(number)
         if sequence is None:
             return False
-        if sequence.row < 0:
-            self._waiting.remove(sequence)
-        else:
-            self._retire_row(sequence.row)
+        self._forget(sequence)
         return True
+
+    def _forget(self, sequence: Sequence) -> None:
+        """The sequence has ended or is not wanted any more."""
+        group = sequence.group
+        del self._sequences[sequence.number]
+        group.sequences.remove(sequence)
+        if sequence.row >= 0:
+            self._retire_row(sequence.row)
+            if group.is_resuming and not group.sequences:
+                group.is_resuming = False
+                self._num_resuming -= 1
+        elif not group.sequences and group in self._waiting:
+            self._waiting.remove(group)
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────
 
@@ -180,11 +180,13 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - (decode.num_tokens if decode else 0)
         chunks, budget = self._plan_chunks(budget)
         inits: list[RowInit] = []
+        forks: list[tuple[int, int]] = []
         if not stalled and num_preemptions == self.num_preemptions:
             self._admit(budget, chunks, inits)
         batch = self._join(decode, chunks)
         if batch is None:
             return None
+        fan_outs = self._fan_out(batch, inits, forks)
         self._step_id += 1
         drained = self.manager.drain()
         plan = StepPlan(
@@ -193,8 +195,9 @@ class Scheduler:
             row_inits=tuple(inits),
             table_deltas=drained.table_deltas,
             commands=drained.commands,
+            fan_outs=fan_outs,
         )
-        self._note_launch(plan, len(chunks))
+        self._note_launch(plan, len(chunks), tuple(forks))
         return plan
 
     def _grow_decoding_rows(self) -> set[int]:
@@ -215,13 +218,13 @@ class Scheduler:
                 if self._is_release_due():
                     stalled.add(row)
                     break
-                self._preempt(self._latest_row())
+                self._preempt(self._latest_group())
         return {row for row in stalled if self.rows.is_decoding[row]}
 
     def _is_release_due(self) -> bool:
         """Whether a launched step will give a row's blocks back: one that ended or was preempted,
         or one whose last step is in flight."""
-        running = len(self._decoding_rows()) + len(self._prefilling)
+        running = len(self._decoding_rows()) + len(self._prefilling) + len(self._awaiting)
         return self.rows.num_used > running
 
     def _decoding_rows(self) -> IntArray:
@@ -257,49 +260,102 @@ class Scheduler:
                 self._published.append((row, block_id))
 
     def _admit(self, budget: int, chunks: list[tuple[int, int]], inits: list[RowInit]) -> None:
-        """Admit waiting sequences in order of arrival while rows, budget and blocks last."""
-        while self._waiting and self.rows.num_free and budget > 0 and not self._num_resuming:
-            sequence = self._waiting[0]
-            row = self.rows.peek()
-            admission = self.manager.admit(
-                row,
-                sequence.token_ids,
-                reserve=self._reserve_for(sequence),
-                salt=sequence.request.cache_salt,
-            )
-            if admission is None:
+        """Admit waiting groups in order of arrival while rows, budget and blocks last."""
+        while self._waiting and budget > 0 and not self._num_resuming:
+            group = self._waiting[0]
+            if self.rows.num_free < len(group.sequences):
+                return
+            cached = self._try_blocks(group)
+            if cached is None:
                 return
             self._waiting.popleft()
-            cached = admission.num_cached_tokens
-            if not sequence.num_preemptions:
-                sequence.num_cached_tokens = cached
-            self.rows.take(sequence.request, sequence.arrival, sequence.token_ids, cached)
-            sequence.row = row
-            self._sequence_of_row[row] = sequence
-            self._prefilling.append(row)
-            inits.append(
-                RowInit(
-                    row=row,
-                    token_ids=sequence.token_ids,
-                    num_computed_tokens=cached,
-                    block_ids=self.manager.block_ids(row),
-                    params=sequence.request.params,
-                    seed=sequence.request.seed,
-                )
-            )
-            count = min(budget, len(sequence.token_ids) - cached)
-            chunks.append((row, count))
-            self._publish(row, cached + count)
-            budget -= count
+            group.is_fanned_out |= len(group.sequences) == 1
+            if not group.num_preemptions:
+                group.num_cached_tokens = cached[0]
+            for sequence, num_cached in zip(group.sequences, cached, strict=False):
+                self._take_row(sequence, num_cached)
+                inits.append(sequence.row_init(num_cached, self.manager.block_ids(sequence.row)))
+                self._prefilling.append(sequence.row)
+                if budget > 0:
+                    count = min(budget, len(sequence.token_ids) - num_cached)
+                    chunks.append((sequence.row, count))
+                    self._publish(sequence.row, num_cached + count)
+                    budget -= count
+            for sequence in group.sequences[len(cached) :]:
+                self._take_row(sequence, len(sequence.token_ids))
+                self._awaiting.add(sequence.row)
 
-    def _reserve_for(self, sequence: _Sequence) -> int:
+    def _try_blocks(self, group: Group) -> list[int] | None:
+        """Blocks for what the group has to compute: a new one's prompt once, or all sequences of
+        one that resumes, which share the full blocks of the prompt again.
+
+        Returns:
+            How many tokens of each of these sequences are cached or shared; None and no change
+            when blocks are missing.
+        """
+        reserve = self._reserve_for(group)
+        leader = group.sequences[0]
+        row = self.rows.peek()
+        salt = group.request.cache_salt
+        admission = self.manager.admit(row, leader.token_ids, reserve=reserve, salt=salt)
+        if admission is None:
+            return None
+        cached = [admission.num_cached_tokens]
+        if not group.is_fanned_out:
+            return cached
+        size = self.manager.block_size
+        shared = len(group.request.prompt_token_ids) // size * size
+        for index, sequence in enumerate(group.sequences[1:], start=1):
+            child = self.rows.peek(index)
+            self.manager.fork(row, child, shared)
+            if not self.manager.grow(child, len(sequence.token_ids), reserve=reserve):
+                for taken in range(index + 1):
+                    self.manager.free(self.rows.peek(taken))
+                return None
+            cached.append(shared)
+        return cached
+
+    def _take_row(self, sequence: Sequence, num_computed: int) -> None:
+        group = sequence.group
+        sequence.row = self.rows.take(
+            sequence.number, group.request, group.arrival, sequence.token_ids, num_computed
+        )
+        self._sequence_of_row[sequence.row] = sequence
+
+    def _fan_out(
+        self, batch: Batch, inits: list[RowInit], forks: list[tuple[int, int]]
+    ) -> tuple[FanOut, ...]:
+        """Groups whose prompt this step completes: the other samples take their first token from
+        the same logits and share the prompt's blocks."""
+        if not self._awaiting:
+            return ()
+        fan_outs = []
+        for parent in batch.sampled_rows.tolist():
+            sequence = self._sequence_of_row[parent]
+            assert sequence is not None
+            group = sequence.group
+            if group.is_fanned_out:
+                continue
+            group.is_fanned_out = True
+            children = [other for other in group.sequences if other.row != parent]
+            for child in children:
+                num_tokens = len(child.token_ids)
+                self.manager.fork(parent, child.row, num_tokens)
+                inits.append(child.row_init(num_tokens, self.manager.block_ids(child.row)))
+                forks.append((parent, child.row))
+            self._awaiting.difference_update(child.row for child in children)
+            if children:
+                fan_outs.append(FanOut(parent, tuple(child.row for child in children)))
+        return tuple(fan_outs)
+
+    def _reserve_for(self, group: Group) -> int:
         """Blocks to leave free at admission, so that it does not preempt itself at once.
 
-        A new sequence leaves one block in a hundred; a resumed one leaves every running row a
-        block to go on with, so that it makes progress before it can be preempted again.
+        A new group leaves one block in a hundred; a resumed one leaves every running row a block
+        to go on with, so that it makes progress before it can be preempted again.
         """
         num_running = self.rows.num_used
-        if sequence.num_preemptions:
+        if group.num_preemptions:
             return num_running
         return min(num_running, max(1, self.manager.num_usable_blocks // 100))
 
@@ -318,16 +374,20 @@ class Scheduler:
             np.concatenate([decode.samples, catches_up]),
         )
 
-    def _note_launch(self, plan: StepPlan, num_chunks: int) -> None:
+    def _note_launch(
+        self, plan: StepPlan, num_chunks: int, forks: tuple[tuple[int, int], ...]
+    ) -> None:
         columns, batch = self.rows, plan.batch
         rows = batch.rows
         columns.num_computed[rows] += batch.num_scheduled_tokens
-        columns.last_step[rows] = plan.step_id
         sampled = plan.sampled_rows()
+        columns.last_step[rows] = plan.step_id
         counts = columns.num_tokens[sampled] + 1
         columns.num_tokens[sampled] = counts
         published, self._published = tuple(self._published), []
-        self._launched.append(_Launched(plan.step_id, batch, sampled, plan.commands, published))
+        self._launched.append(
+            Launched(plan.step_id, batch, sampled, plan.commands, published, forks)
+        )
         if num_chunks:
             caught_up = rows[-num_chunks:][batch.samples[-num_chunks:]]
             if len(caught_up):
@@ -335,6 +395,9 @@ class Scheduler:
                 self._prefilling = [row for row in self._prefilling if row not in done]
                 columns.is_decoding[caught_up] = True
                 self._decode_batch = None
+        for _, child in forks:
+            columns.last_step[child] = plan.step_id
+            columns.is_decoding[child] = True
         # A length stop is known now: the row needs no further step.
         last = sampled[counts >= columns.max_length[sampled]]
         if len(last):
@@ -343,36 +406,50 @@ class Scheduler:
 
     # ── preemption and release ───────────────────────────────────────────────────────────────
 
-    def _latest_row(self) -> int:
+    def _latest_group(self) -> Group:
         rows = np.concatenate([self._decoding_rows(), int_array(self._prefilling)])
-        return int(rows[np.argmax(self.rows.arrival[rows])])
+        sequence = self._sequence_of_row[int(rows[np.argmax(self.rows.arrival[rows])])]
+        assert sequence is not None
+        return sequence.group
 
-    def _preempt(self, row: int) -> None:
-        """Take the row away from its sequence, which waits to be recomputed.
+    def _preempt(self, group: Group) -> None:
+        """Take the rows away from a group, which waits to be recomputed: all of it, or nothing.
 
         Its blocks come back at once, or with the result of the last launched step that names them;
         tokens of launched steps are kept.
         """
-        sequence = self._sequence_of_row[row]
-        assert sequence is not None
-        sequence.is_resuming = True
-        sequence.num_preemptions += 1
+        group.num_preemptions += 1
         self.num_preemptions += 1
+        group.is_resuming = True
         self._num_resuming += 1
-        self._stop_running(row)
-        self._release_when_processed(row)
+        for sequence in list(group.sequences):
+            self._stop_running(sequence.row)
+            self._release_when_processed(sequence.row)
 
     def _retire_row(self, row: int) -> None:
         """The row's sequence has ended: results that still arrive for it are dropped."""
         sequence = self._sequence_of_row[row]
         assert sequence is not None
-        if sequence.is_resuming:
-            sequence.is_resuming = False
-            self._num_resuming -= 1
+        group = sequence.group
         self.rows.is_wanted[row] = False
+        if not group.is_resuming:
+            self._hand_over(group, row)
         self._stop_running(row)
         if row not in self._releasing:
             self._release_when_processed(row)
+
+    def _hand_over(self, group: Group, row: int) -> None:
+        """A sequence ends whose row may compute the prompt for the others of its group. Nobody can
+        take that over half-way: they start again."""
+        if row in self._awaiting:
+            group.is_fanned_out |= len(group.sequences) == 1
+            return
+        shared = len(group.request.prompt_token_ids) // self.manager.block_size
+        is_half_way = self.rows.num_computed[row] < shared * self.manager.block_size
+        is_needed = not group.is_fanned_out or is_half_way
+        if group.sequences and is_needed and not group.is_failing:
+            self._preempt(group)
+        group.is_fanned_out |= not group.sequences
 
     def _stop_running(self, row: int) -> None:
         if self.rows.is_decoding[row]:
@@ -380,6 +457,7 @@ class Scheduler:
             self._decode_batch = None
         elif row in self._prefilling:
             self._prefilling.remove(row)
+        self._awaiting.discard(row)
 
     def _release_when_processed(self, row: int) -> None:
         if self.rows.last_step[row] <= self._processed:
@@ -390,24 +468,26 @@ class Scheduler:
     def _release(self, row: int) -> None:
         sequence = self._sequence_of_row[row]
         assert sequence is not None
-        if sequence.is_resuming:
-            sequence.is_resuming = False
-            self._num_resuming -= 1
+        group = sequence.group
+        if self.rows.is_wanted[row]:
             sequence.token_ids = self.rows.token_ids(row)
-            self._wait_again(sequence)
         sequence.row = -1
         self._sequence_of_row[row] = None
         self.manager.free(row)
         self.rows.give_back(row)
+        if group.is_resuming and group.sequences and not group.rows:
+            group.is_resuming = False
+            self._num_resuming -= 1
+            self._wait_again(group)
 
-    def _wait_again(self, sequence: _Sequence) -> None:
+    def _wait_again(self, group: Group) -> None:
         """Back into the queue, before every later arrival."""
         index = 0
         for other in self._waiting:
-            if other.arrival > sequence.arrival:
+            if other.arrival > group.arrival:
                 break
             index += 1
-        self._waiting.insert(index, sequence)
+        self._waiting.insert(index, group)
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 
@@ -417,6 +497,8 @@ class Scheduler:
         assert launched.step_id == result.step_id, "results must arrive in the order of launch"
         self._processed = launched.step_id
         self.manager.commit(launched.batch.rows, launched.batch.num_scheduled_tokens)
+        for parent, child in launched.forks:
+            self.manager.follow(parent, child)
         rows, token_ids = launched.sampled_rows, result.token_ids
         wanted: BoolArray = self.rows.is_wanted[rows]
         if not wanted.all():
@@ -434,10 +516,12 @@ class Scheduler:
         launched = self._launched.popleft()
         assert launched.step_id == step_id, "failures must arrive in the order of launch"
         self._processed = launched.step_id
-        finished = []
-        for row in self._rows_failed_with(launched):
-            if self.rows.is_wanted[row]:
-                finished.append(self._finish(row, FinishReason.ERROR, error))
+        failed = [row for row in self._rows_failed_with(launched) if self.rows.is_wanted[row]]
+        for row in failed:
+            sequence = self._sequence_of_row[row]
+            assert sequence is not None
+            sequence.group.is_failing = True
+        finished = [self._finish(row, FinishReason.ERROR, error) for row in failed]
         self._release_processed(launched)
         empty = int_array([])
         return StepOutputs(empty.astype(np.int64), empty, tuple(finished))
@@ -449,18 +533,19 @@ class Scheduler:
             count = int(self.rows.num_received[row]) - 1
             self.manager.publish(row, self.rows.first_token_ids(row, count))
 
-    def _rows_failed_with(self, failed: _Launched) -> list[int]:
+    def _rows_failed_with(self, failed: Launched) -> list[int]:
         """Rows of a failed step, and those that share blocks which it should have filled; what
         these published since is not to be hit either."""
-        rows = set(failed.batch.rows.tolist())
+        rows = self._with_their_groups(set(failed.rows()))
         blocks = {block_id for _, block_id in failed.published}
         while True:
-            spoiled = {
+            sharing = {
                 row
                 for row, sequence in enumerate(self._sequence_of_row)
                 if sequence is not None
                 and not blocks.isdisjoint(self.manager.block_ids(row).tolist())
             }
+            spoiled = self._with_their_groups(sharing)
             later = {
                 block_id
                 for launched in self._launched
@@ -474,21 +559,29 @@ class Scheduler:
         self.manager.unpublish(blocks)
         return sorted(rows)
 
+    def _with_their_groups(self, rows: set[int]) -> set[int]:
+        """The rows, and those of the other sequences of their requests."""
+        found = set(rows)
+        for row in rows:
+            sequence = self._sequence_of_row[row]
+            if sequence is not None:
+                found.update(sequence.group.rows)
+        return found
+
     def _finish(
         self, row: int, reason: FinishReason | None = None, error: str | None = None
     ) -> Finished:
         sequence = self._sequence_of_row[row]
         assert sequence is not None
-        request = sequence.request
+        group = sequence.group
         if reason is None:
             is_stop = self.rows.ended_by_stop(row)
             reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
-        num_tokens = int(self.rows.num_received[row]) - len(request.prompt_token_ids)
-        del self._sequences[request.number]
-        self._retire_row(row)
-        return Finished(request.number, reason, num_tokens, error, sequence.num_cached_tokens)
+        num_tokens = int(self.rows.num_received[row]) - len(group.request.prompt_token_ids)
+        self._forget(sequence)
+        return Finished(sequence.number, reason, num_tokens, error, group.num_cached_tokens)
 
-    def _release_processed(self, launched: _Launched) -> None:
+    def _release_processed(self, launched: Launched) -> None:
         if launched.commands:
             self.manager.retire(launched.commands)
         if self._releasing:
@@ -504,8 +597,12 @@ class Scheduler:
         used = {row for row, s in enumerate(self._sequence_of_row) if s is not None}
         assert used == owned | set(self._releasing), "a row is owned by nobody"
         assert len(used) == self.rows.num_used, "the free rows are wrong"
-        assert self._num_resuming == sum(
-            s.is_resuming for s in self._sequence_of_row if s is not None
-        ), "resuming sequences are miscounted"
-        arrivals = [sequence.arrival for sequence in self._waiting]
+        groups = {id(s.group): s.group for s in self._sequences.values()}.values()
+        assert self._num_resuming == sum(g.is_resuming for g in groups), "resuming is miscounted"
+        for group in groups:
+            waits = not group.is_fanned_out and not group.is_resuming and group.rows
+            awaiting = self._awaiting.intersection(group.rows)
+            assert len(awaiting) == (len(group.sequences) - 1 if waits else 0)
+        assert self._awaiting <= owned, "a row awaits a fan-out for nobody"
+        arrivals = [group.arrival for group in self._waiting]
         assert arrivals == sorted(arrivals), "the queue is out of order"

@@ -14,11 +14,12 @@ import numpy as np
 
 from octavo.core.plan import (
     NULL_BLOCK,
-    CopyBlocks,
     IntArray,
     KVCapacity,
     StepPlan,
     StepResult,
+    SwapIn,
+    SwapOut,
     int_array,
 )
 from octavo.core.protocols import StepError
@@ -50,6 +51,7 @@ class ToyExecutor:
     def __init__(self, num_blocks: int, block_size: int, max_rows: int, eager: bool = True) -> None:
         self.capacity = KVCapacity(num_blocks, block_size, block_bytes=1)
         self.arena = [[-1] * block_size for _ in range(num_blocks)]
+        self.host = [[-1] * block_size for _ in range(4 * num_blocks)]
         self.tables: list[dict[int, int]] = [{} for _ in range(max_rows)]
         self.known: list[list[int]] = [[] for _ in range(max_rows)]
         self.position = [0] * max_rows
@@ -86,15 +88,19 @@ class ToyExecutor:
             deltas.rows.tolist(), deltas.indices.tolist(), deltas.block_ids.tolist(), strict=True
         ):
             self.tables[row][index] = block_id
+        transfers = []
         for command in plan.commands:
-            assert isinstance(command, CopyBlocks)
+            if isinstance(command, SwapOut):
+                self._copy(self.arena, command.block_ids, self.host, command.host_block_ids)
+                continue
+            if isinstance(command, SwapIn):
+                self._copy(self.host, command.host_block_ids, self.arena, command.block_ids)
+                transfers.append(command.transfer_id)
+                continue
             touched = command.sources.tolist() + command.destinations.tolist()
             assert not set(command.sources.tolist()) & set(command.destinations.tolist())
             assert NULL_BLOCK not in touched
-            for source, destination in zip(
-                command.sources.tolist(), command.destinations.tolist(), strict=True
-            ):
-                self.arena[destination] = list(self.arena[source])
+            self._copy(self.arena, command.sources, self.arena, command.destinations)
         batch = plan.batch
         assert len(set(batch.rows.tolist())) == len(batch.rows), "a row runs twice in a step"
         for row, count in zip(
@@ -110,7 +116,18 @@ class ToyExecutor:
             tokens += [self._sample(row) for row in fan_out.destination_rows]
         if fails:
             return StepError(f"step {plan.step_id} was told to fail")
-        return StepResult(plan.step_id, int_array(tokens))
+        return StepResult(plan.step_id, int_array(tokens), tuple(transfers))
+
+    def _copy(
+        self,
+        source: list[list[int]],
+        source_ids: IntArray,
+        target: list[list[int]],
+        target_ids: IntArray,
+    ) -> None:
+        for from_id, to_id in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
+            assert NULL_BLOCK not in (from_id, to_id)
+            target[to_id] = list(source[from_id])
 
     def _write(self, row: int, position: int, token: int) -> None:
         index, offset = divmod(position, self.capacity.block_size)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from octavo import __version__
-from octavo.config import DEFAULT_MODEL, ConfigError, EngineConfig, ServerConfig
+from octavo import __version__, options
+from octavo.bench.commands import bench_app
+from octavo.config import DEFAULT_MODEL, EngineConfig, ServerConfig, api_keys_of
+from octavo.options import DEFAULTS
+from octavo.terminal import print_json, readable_errors
+
+_SERVER = ServerConfig()
 
 app = typer.Typer(
     name="octavo",
@@ -22,77 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-bench_app = typer.Typer(
-    help="Measure, and print each figure beside its goal.", no_args_is_help=True
-)
 app.add_typer(bench_app, name="bench")
-
-_ENGINE = "Engine"
-Dtype = Annotated[
-    str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=_ENGINE)
-]
-LoadFormat = Annotated[
-    str,
-    typer.Option(
-        help="auto, safetensors, gguf, or dummy (random weights from a config alone).",
-        rich_help_panel=_ENGINE,
-    ),
-]
-Weights = Annotated[
-    str,
-    typer.Option(
-        help="Weights on a CPU: bf16, int8, int4, or auto: as the file stores them.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-KV = Annotated[str, typer.Option(help="KV cache manager: paged.", rich_help_panel=_ENGINE)]
-BlockSize = Annotated[int, typer.Option(help="Tokens in a block.", rich_help_panel=_ENGINE)]
-KVMemoryOption = Annotated[
-    str,
-    typer.Option(
-        help="Memory of the KV cache: auto, a size (512MiB, 40GiB), or a share of what remains "
-        "after weights and workspace (90%).",
-        rich_help_panel=_ENGINE,
-    ),
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        help="Longest sequence, prompt and output together [default: the model's own limit].",
-        rich_help_panel=_ENGINE,
-    ),
-]
-MaxNumSeqs = Annotated[
-    int, typer.Option(help="Sequences that run at once.", rich_help_panel=_ENGINE)
-]
-MaxNumBatchedTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Token budget of a step [default: chosen for the device].", rich_help_panel=_ENGINE
-    ),
-]
-MaxQueuedRequests = Annotated[
-    int,
-    typer.Option(help="Requests that may wait; more are refused.", rich_help_panel=_ENGINE),
-]
-Depth = Annotated[
-    int | None,
-    typer.Option(
-        help="Steps in flight: 1 synchronous, 2 pipelined [default: chosen for the device].",
-        rich_help_panel=_ENGINE,
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(help="Compute threads [default: cores less one].", rich_help_panel=_ENGINE),
-]
-Attention = Annotated[
-    str,
-    typer.Option(help="Attention backend: auto, compiled or gather.", rich_help_panel=_ENGINE),
-]
-AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-_DEFAULTS = EngineConfig()
 
 
 @app.callback(invoke_without_command=True)
@@ -106,33 +38,62 @@ def _main(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="A name, a directory or a GGUF file.")] = (
-        DEFAULT_MODEL
-    ),
+    model: options.Model = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model [default: MODEL].")
+        list[str] | None,
+        typer.Option(
+            help="What clients call the model; may be repeated; * takes any [default: MODEL]."
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that clients must send; may be repeated [default: $OCTAVO_API_KEY]."
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Web origin that may use the API; may be repeated; * allows all."),
     ] = None,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get to finish at shutdown.")
-    ] = 30.0,
-    load_format: LoadFormat = _DEFAULTS.load_format,
-    dtype: Dtype = _DEFAULTS.dtype,
-    weights: Weights = _DEFAULTS.weights,
-    kv: KV = _DEFAULTS.kv,
-    block_size: BlockSize = _DEFAULTS.block_size,
-    kv_memory: KVMemoryOption = _DEFAULTS.kv_memory,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    max_queued_requests: MaxQueuedRequests = _DEFAULTS.max_queued_requests,
-    depth: Depth = None,
-    threads: Threads = None,
-    attention: Attention = _DEFAULTS.attention,
+    ] = _SERVER.drain_timeout_s,
+    stall_timeout: Annotated[
+        float, typer.Option(help="Seconds without a step, while there is work, that fail /health.")
+    ] = _SERVER.stall_timeout_s,
+    client_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds a client may take to send a request or leave an answer unread."),
+    ] = _SERVER.client_timeout_s,
+    max_request_bytes: Annotated[
+        int, typer.Option(help="Largest body of a request.")
+    ] = _SERVER.max_request_bytes,
+    max_connections: Annotated[
+        int, typer.Option(help="Connections at once; more are answered 503.")
+    ] = _SERVER.max_connections,
+    log_format: Annotated[str, typer.Option(help="text or json.")] = _SERVER.log_format,
+    log_level: Annotated[
+        str, typer.Option(help="debug, info (a line for each request), warning or error.")
+    ] = _SERVER.log_level,
+    load_format: options.LoadFormat = DEFAULTS.load_format,
+    dtype: options.Dtype = DEFAULTS.dtype,
+    weights: options.Weights = DEFAULTS.weights,
+    kv: options.KV = DEFAULTS.kv,
+    block_size: options.BlockSize = DEFAULTS.block_size,
+    kv_memory: options.KVMemory = DEFAULTS.kv_memory,
+    prefix_caching: options.PrefixCaching = DEFAULTS.prefix_caching,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    max_queued_requests: options.MaxQueuedRequests = DEFAULTS.max_queued_requests,
+    depth: options.Depth = None,
+    threads: options.Threads = None,
+    attention: options.Attention = DEFAULTS.attention,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
-    with _readable_errors():
+    with readable_errors():
         config = EngineConfig(
             model=model,
             load_format=load_format,
@@ -141,6 +102,7 @@ def serve(
             kv=kv,
             block_size=block_size,
             kv_memory=kv_memory,
+            prefix_caching=prefix_caching,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -152,8 +114,16 @@ def serve(
         server = ServerConfig(
             host=host,
             port=port,
-            served_model_name=served_model_name,
+            served_model_names=tuple(served_model_name or ()),
+            api_keys=api_keys_of(api_key or ()),
+            cors_origins=tuple(cors_origin or ()),
             drain_timeout_s=drain_timeout,
+            stall_timeout_s=stall_timeout,
+            client_timeout_s=client_timeout,
+            max_request_bytes=max_request_bytes,
+            max_connections=max_connections,
+            log_format=log_format,
+            log_level=log_level,
         )
         from octavo.server.run import serve as run_server
 
@@ -162,7 +132,7 @@ def serve(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="A name, a directory or a GGUF file.")],
+    model: options.Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message.")
@@ -179,22 +149,22 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the model's end tokens.")
     ] = False,
-    as_json: AsJSON = False,
-    load_format: LoadFormat = _DEFAULTS.load_format,
-    dtype: Dtype = _DEFAULTS.dtype,
-    weights: Weights = _DEFAULTS.weights,
-    kv: KV = _DEFAULTS.kv,
-    block_size: BlockSize = _DEFAULTS.block_size,
-    kv_memory: KVMemoryOption = _DEFAULTS.kv_memory,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    depth: Depth = None,
-    threads: Threads = None,
-    attention: Attention = _DEFAULTS.attention,
+    as_json: options.AsJSON = False,
+    load_format: options.LoadFormat = DEFAULTS.load_format,
+    dtype: options.Dtype = DEFAULTS.dtype,
+    weights: options.Weights = DEFAULTS.weights,
+    kv: options.KV = DEFAULTS.kv,
+    block_size: options.BlockSize = DEFAULTS.block_size,
+    kv_memory: options.KVMemory = DEFAULTS.kv_memory,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    depth: options.Depth = None,
+    threads: options.Threads = None,
+    attention: options.Attention = DEFAULTS.attention,
 ) -> None:
     """Complete one prompt in this process and print the text."""
-    with _readable_errors():
+    with readable_errors():
         from octavo.core.request import FinishReason
         from octavo.core.sampling_params import SamplingParams
         from octavo.engine.llm import LLM
@@ -235,7 +205,7 @@ def generate(
             typer.echo(completion.text)
             return
         num_prompt, num_output = completion.num_prompt_tokens, len(completion.token_ids)
-        _print_json(
+        print_json(
             {
                 "text": completion.text,
                 "token_ids": list(completion.token_ids),
@@ -250,87 +220,71 @@ def generate(
 
 
 @app.command()
+def chat(
+    model: options.Model = DEFAULT_MODEL,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Talk to a running server, such as http://127.0.0.1:8000, instead."),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's API key.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest mass p.")] = 0.95,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in an answer at most [default: all that fit].")
+    ] = None,
+    dtype: options.Dtype = DEFAULTS.dtype,
+    weights: options.Weights = DEFAULTS.weights,
+    kv_memory: options.KVMemory = DEFAULTS.kv_memory,
+    max_model_len: options.MaxModelLen = None,
+    threads: options.Threads = None,
+) -> None:
+    """Talk with a model; /help lists what a line may begin with."""
+    with readable_errors():
+        from octavo.chat import Conversation, run, server_answer
+
+        if url is not None:
+            limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+            answer = server_answer(
+                url, model, api_key, temperature=temperature, top_p=top_p, **limit
+            )
+        else:
+            from octavo.core.sampling_params import SamplingParams
+            from octavo.engine.llm import LLM
+
+            params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
+            llm = LLM(
+                model,
+                dtype=dtype,
+                weights=weights,
+                kv_memory=kv_memory,
+                max_model_len=max_model_len,
+                threads=threads,
+                max_num_seqs=1,
+            )
+
+            def answer(messages: list[dict[str, str]]) -> Iterator[str]:
+                return llm.stream_chat(messages, params)
+
+        def read() -> str:
+            return input("> " if sys.stdin.isatty() else "")
+
+        def write(text: str) -> None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+        run(Conversation(answer, system), read, write)
+
+
+@app.command()
 def pull(
     model: Annotated[str, typer.Argument(help="The name of a known model.")] = DEFAULT_MODEL,
 ) -> None:
     """Fetch a known model into the cache directory and print its path."""
-    with _readable_errors():
+    with readable_errors():
         from octavo.model_store import pull as fetch
 
         typer.echo(fetch(model))
-
-
-@bench_app.command("simulator")
-def bench_simulator(as_json: AsJSON = False) -> None:
-    """What the scheduler and the block manager cost: simulated tokens a second of one core."""
-    from octavo.bench import simulator
-
-    report: Any = simulator.run()
-    if as_json:
-        _print_json(report)
-        return
-    typer.echo(f"{'rows':>6} {'plan µs':>9} {'update µs':>10} {'step µs':>9} {'tokens/s':>12}")
-    for figure in report["rows"]:
-        typer.echo(
-            f"{figure['rows']:>6} {figure['plan_us']:>9.1f} {figure['update_us']:>10.1f} "
-            f"{figure['step_us']:>9.1f} {figure['tokens_per_second']:>12,.0f}"
-        )
-    typer.echo(
-        f"step at 256 rows: {report['share_of_goal']:.2f} of the goal of "
-        f"{report['goal_step_us']:.0f} µs"
-    )
-
-
-@bench_app.command("attention")
-def bench_attention(as_json: AsJSON = False, threads: Threads = 1) -> None:
-    """The attention backends of this machine against each other, on SmolLM2-135M's shape."""
-    from octavo.bench import attention
-
-    figures = attention.run(threads or 1)
-    if as_json:
-        _print_json(figures)
-        return
-    typer.echo(attention.table(figures))
-
-
-@bench_app.command("decode")
-def bench_decode(
-    model: Annotated[str, typer.Argument(help="A name, a directory or a GGUF file.")] = (
-        DEFAULT_MODEL
-    ),
-    dtype: Dtype = _DEFAULTS.dtype,
-    weights: Weights = _DEFAULTS.weights,
-    threads: Threads = None,
-    depth: Depth = None,
-    as_json: AsJSON = False,
-) -> None:
-    """Decode and prefill speed in process, beside the machine's memory rate in the same run."""
-    with _readable_errors():
-        from octavo.bench import decode
-
-        report = decode.run(model, dtype=dtype, weights=weights, threads=threads, depth=depth)
-        if as_json:
-            _print_json(report)
-            return
-        typer.echo(decode.table(report))
-
-
-@contextmanager
-def _readable_errors() -> Iterator[None]:
-    """Expected errors are one line on standard error and exit code 1, without a traceback."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    try:
-        yield
-    except (ConfigError, ValueError, MemoryError, OSError, RuntimeError) as error:
-        if isinstance(error, typer.Exit):
-            raise
-        typer.echo(f"octavo: {error}", err=True)
-        raise typer.Exit(1) from error
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, ensure_ascii=False))
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -15,6 +16,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 KV_MANAGERS = ("paged",)
 WEIGHT_MODES = ("auto", "bf16", "int8", "int4")
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 ATTENTION_BACKENDS = ("auto", "compiled", "gather")
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -76,6 +79,7 @@ class EngineConfig:
     kv: str = "paged"
     block_size: int = 16
     kv_memory: str = "auto"
+    prefix_caching: bool = True
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
@@ -115,22 +119,48 @@ class EngineConfig:
 class ServerConfig:
     """Where and how to listen. Times are in seconds, sizes in bytes.
 
-    ``served_model_name`` is what clients call the model (None: the model's own name).
+    ``served_model_names`` are what clients may call the model (empty: its own name); ``*`` among
+    them takes any name. With ``api_keys`` a client must send one of them; ``cors_origins`` may use
+    the API from a browser (``*``: all). ``drain_timeout_s`` is what running requests get at
+    shutdown, ``stall_timeout_s`` how long the engine may work without ending a step before
+    ``/health`` fails, ``client_timeout_s`` how long a client may take to send a request, or leave
+    an answer unread.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_name: str | None = None
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors_origins: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
+    stall_timeout_s: float = 60.0
+    client_timeout_s: float = 60.0
     max_request_bytes: int = 16 * 2**20
+    max_connections: int = 4096
+    log_format: str = "text"
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
+        for name in ("served_model_names", "api_keys", "cors_origins"):
+            values = getattr(self, name)
+            if isinstance(values, str) or not all(isinstance(v, str) and v for v in values):
+                raise ConfigError(f"{name} must hold non-empty texts")
+            object.__setattr__(self, name, tuple(values))
         _range("port", self.port, 0, 65535)
         _range("max_request_bytes", self.max_request_bytes, 1024, 2**31)
-        if not 0 <= self.drain_timeout_s <= 86400:
-            raise ConfigError(
-                f"drain_timeout_s must be between 0 and 86400, got {self.drain_timeout_s}"
-            )
+        _range("max_connections", self.max_connections, 1, 1_000_000)
+        _seconds("drain_timeout_s", self.drain_timeout_s, 0)
+        _seconds("stall_timeout_s", self.stall_timeout_s, 0.001)
+        _seconds("client_timeout_s", self.client_timeout_s, 0.001)
+        _choice("log_format", self.log_format, LOG_FORMATS)
+        _choice("log_level", self.log_level, LOG_LEVELS)
+
+
+def api_keys_of(given: Sequence[str]) -> tuple[str, ...]:
+    """The keys that were given, else those of ``$OCTAVO_API_KEY``, separated by commas."""
+    return tuple(given) or tuple(
+        key for part in os.environ.get("OCTAVO_API_KEY", "").split(",") if (key := part.strip())
+    )
 
 
 def cache_dir() -> Path:
@@ -144,6 +174,11 @@ def cache_dir() -> Path:
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _seconds(name: str, value: float, low: float) -> None:
+    if not low <= value <= 86400:
+        raise ConfigError(f"{name} must be between {low:g} and 86400, got {value}")
 
 
 def _range(name: str, value: int | None, low: int, high: int) -> None:

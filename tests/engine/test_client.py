@@ -9,71 +9,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from engine.client_harness import COMMAND, DEADLINE_S, collect, engine_of, is_idle, run, until
 from engine.toy_process import EOS
 from octavo.config import EngineConfig
 from octavo.core.request import ContextLengthError, FinishReason, QueueFullError, RequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.client import AsyncEngine, EngineDeadError, EngineStartError
-from octavo.engine.output import OutputDelta
 from octavo.engine.stream import RequestStream
 from octavo.text.tokenizer import Tokenizer
 from text.tiny_tokenizers import tiny_tokenizer
 from toy_executor import VOCAB, expected_tokens
-
-COMMAND = (sys.executable, str(Path(__file__).with_name("toy_process.py")))
-DEADLINE_S = 30.0
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def within_deadline() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await test
-
-    asyncio.run(within_deadline())
-
-
-@asynccontextmanager
-async def engine_of(
-    model: str = "toy", tokenizer: Tokenizer | None = None, **options: Any
-) -> AsyncIterator[AsyncEngine]:
-    config = EngineConfig(model=model, block_size=4, **options)
-    engine = await AsyncEngine.start(config, tokenizer, command=COMMAND)
-    try:
-        yield engine
-    finally:
-        await engine.close()
-        assert engine.pid is not None
-        assert not psutil.pid_exists(engine.pid)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-def is_idle(engine: AsyncEngine) -> bool:
-    stats = engine.stats
-    return not stats.num_running and not stats.num_waiting and stats.kv_cache_usage == 0
-
-
-async def collect(stream: RequestStream) -> OutputDelta:
-    """All deltas as one."""
-    text, token_ids, last = "", [], None
-    async for delta in stream:
-        assert last is None or last.finish_reason is None, "a delta after the last"
-        text += delta.text
-        token_ids += delta.token_ids
-        last = delta
-    assert last is not None
-    return OutputDelta(text, tuple(token_ids), last.finish_reason, last.error)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -277,9 +228,10 @@ def test_a_tokenizer_that_cannot_be_loaded_stops_the_start() -> None:
         raise ValueError("no tokenizer here")
 
     async def test() -> None:
+        before = psutil.Process().children()
         with pytest.raises(ValueError, match="no tokenizer here"):
             await AsyncEngine.start(EngineConfig(model="toy"), load, command=COMMAND)
-        assert not psutil.Process().children()
+        assert psutil.Process().children() == before
 
     run(test())
 
@@ -287,12 +239,13 @@ def test_a_tokenizer_that_cannot_be_loaded_stops_the_start() -> None:
 def test_a_start_can_be_cancelled() -> None:
     async def test() -> None:
         command = (sys.executable, "-c", "import time; time.sleep(1000)")
+        before = psutil.Process().children()
         task = asyncio.create_task(AsyncEngine.start(EngineConfig(model="toy"), command=command))
-        await until(lambda: psutil.Process().children())
+        await until(lambda: psutil.Process().children() != before)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not psutil.Process().children()
+        assert psutil.Process().children() == before
 
     run(test())
 

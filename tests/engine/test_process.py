@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ class Front:
         self.tokens: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
         self.stats: list[EngineStats] = []
+        self.started: list[tuple[int, float]] = []
         self.others: list[object] = []
 
     def send(self, message: ToEngine | bytes) -> None:
@@ -69,6 +71,7 @@ class Front:
                 self.tokens.setdefault(number, []).append(token)
             for end in message.finished:
                 self.reasons[end.number] = end.reason
+            self.started += message.started
             if message.stats is not None:
                 self.stats.append(message.stats)
 
@@ -161,6 +164,31 @@ def test_a_request_that_can_never_fit_is_rejected_and_the_others_go_on() -> None
     assert "KV cache" in str(rejected.error())
 
 
+def test_waiting_is_told_once_with_the_first_step() -> None:
+    harness = Harness(max_num_seqs=1)
+    with running(harness) as front:
+        for number in range(3):
+            front.send(AddRequest.of(request(number, [number + 1], 4)))
+        front.send(AddRequest.of(request(9, [1], 4)))
+        front.send(Abort((9,)))
+        front.receive(lambda: len(front.reasons) == 3)
+    numbers = [number for number, _ in front.started]
+    assert numbers == [0, 1, 2]
+    waits = [waited for _, waited in front.started]
+    assert waits == sorted(waits)  # the clock ticks with every look at it
+
+
+def test_every_message_is_answered_before_the_engine_rests() -> None:
+    harness = Harness()
+    with running(harness) as front:
+        front.receive(lambda: len(front.stats) == 1)  # it rests for the first time
+        front.send(Abort((1,)))
+        front.receive(lambda: len(front.stats) == 2)
+        front.send(AddRequest.of(request(2, [1], 4)))
+        front.send(Abort((2,)))
+        front.receive(lambda: len(front.stats) > 2 and front.stats[-1].num_running == 0)
+
+
 def test_a_failed_step_fails_its_requests_and_not_the_engine() -> None:
     harness = Harness()
     harness.executor.fail_steps.add(2)
@@ -200,7 +228,9 @@ def test_a_request_survives_the_wire() -> None:
     sent = Request(
         number=2**60,
         prompt_token_ids=np.arange(90, dtype=np.int32),
-        params=SamplingParams(temperature=0.5, seed=-3, stop="x", stop_token_ids=(1,)),
+        params=SamplingParams(
+            temperature=0.5, seed=-3, stop="x", stop_token_ids=(1,), logit_bias={3: 0.5}
+        ),
         max_tokens=30,
         seed=2**64 - 1,
         stop_token_ids=(1, 2),
@@ -209,7 +239,9 @@ def test_a_request_survives_the_wire() -> None:
     assert isinstance(message, AddRequest)
     got = message.request(LIMITS)
     assert got.prompt_token_ids.tolist() == list(range(90))
-    assert got.params == SamplingParams(temperature=0.5, seed=-3, stop_token_ids=(1,))
+    assert got.params == SamplingParams(
+        temperature=0.5, seed=-3, stop_token_ids=(1,), logit_bias=((3, 0.5),)
+    )
     assert (got.number, got.max_tokens, got.seed) == (2**60, 30, 2**64 - 1)
     assert got.stop_token_ids == (1, 2)
 
@@ -228,6 +260,8 @@ def test_a_request_survives_the_wire() -> None:
         add(stop_token_ids=(1,) * 5000),
         add(params=params(temperature=-1.0)),
         add(params=params(temperature="hot")),
+        add(params=params(logit_bias=[(VOCAB, 1.0)])),
+        add(params=params(logit_bias=[(1, float("inf"))])),
         add(params=params(top_p=float("nan"))),
     ],
 )
@@ -272,6 +306,29 @@ def test_the_process_refuses_a_wrong_start_line(line: bytes) -> None:
     assert done.returncode == 1
     assert b"cannot start: not a start message" in done.stderr
     assert not done.stdout
+
+
+def test_the_process_ends_when_its_standard_input_does(tmp_path: Path) -> None:
+    """Also where the kernel has no signal for the death of a parent: this one lives on."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    address = f"ipc://{tmp_path}/engine"
+    socket.bind(address)
+    script = str(Path(__file__).with_name("toy_process.py"))
+    process = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE)
+    try:
+        assert process.stdin is not None
+        process.stdin.write(encode_start(Start(address, EngineConfig(model="toy"))))
+        process.stdin.flush()
+        assert socket.poll(20_000)
+        assert isinstance(decode_from_engine(socket.recv()), Ready)
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(20) == 1
+    finally:
+        process.kill()
+        process.wait()
+        context.destroy(linger=0)
 
 
 def test_the_front_end_loads_no_torch() -> None:

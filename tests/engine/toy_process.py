@@ -2,12 +2,14 @@
 
 The model's name says how it behaves: ``toy``; ``toy-slow`` takes its time;
 ``toy-refuses``, ``toy-raises`` and ``toy-crashes`` fail to start; ``toy-bug`` raises something
-unforeseen in its third step; ``toy-fails-step`` fails its second step.
+unforeseen in its third step; ``toy-fails-step`` fails its second step; ``toy-hangs`` hangs in its
+third until it gets SIGUSR1. Of a path only the last part counts.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -49,7 +51,14 @@ class SlowExecutor(WideSeedExecutor):
         return super().collect()
 
 
-EXECUTORS = {"toy-bug": BuggyExecutor, "toy-slow": SlowExecutor}
+class HangingExecutor(WideSeedExecutor):
+    def collect(self) -> StepResult:
+        if len(self.plans) == 3:
+            signal.sigwait({signal.SIGUSR1})
+        return super().collect()
+
+
+EXECUTORS = {"toy-bug": BuggyExecutor, "toy-slow": SlowExecutor, "toy-hangs": HangingExecutor}
 
 
 def toy_report(core: EngineCore, model: str = "toy") -> EngineReport:
@@ -77,16 +86,17 @@ def toy_report(core: EngineCore, model: str = "toy") -> EngineReport:
 
 
 def build(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
-    if config.model == "toy-refuses":
+    model = Path(config.model).name
+    if model == "toy-refuses":
         raise ConfigError("kv_memory asks for\n too much; ask for less")
-    if config.model == "toy-crashes":
+    if model == "toy-crashes":
         os.abort()
-    if config.model == "toy-raises":
+    if model == "toy-raises":
         raise OSError("the disk is on fire")
     max_model_len = config.max_model_len or 512
-    kind = EXECUTORS.get(config.model, WideSeedExecutor)
+    kind = EXECUTORS.get(model, WideSeedExecutor)
     executor = kind(NUM_BLOCKS, config.block_size, config.max_num_seqs)
-    if config.model == "toy-fails-step":
+    if model == "toy-fails-step":
         executor.fail_steps.add(2)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -98,8 +108,10 @@ def build(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         PagedManager(NUM_BLOCKS, config.block_size, config.max_num_seqs),
     )
     core = EngineCore(scheduler, executor, config.depth or 1)
-    return core, toy_report(core, config.model)
+    return core, toy_report(core, model)
 
 
 if __name__ == "__main__":
+    # Before any thread starts, so that none but the one that waits for it takes the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     sys.exit(run_process(build))

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from octavo.core.plan import CopyBlocks
+from octavo.core.plan import CopyBlocks, KVCommand, SwapIn, SwapOut
 from octavo.memory.paged import PagedManager
+from octavo.memory.swap import SwappedTable
 from toy_executor import as_ids
 
 SIZE = 4
@@ -266,6 +267,64 @@ def test_resetting_forgets_everything_that_is_cached() -> None:
     assert run(paged, 0, tokens) == 0
 
 
+def swapping(num_host_blocks: int = 8) -> PagedManager:
+    return PagedManager(9, SIZE, 4, num_host_blocks=num_host_blocks)
+
+
+def test_a_shared_block_is_moved_once_each_way() -> None:
+    paged = swapping()
+    paged.admit(0, as_ids(range(6)))
+    paged.fork(0, 1, 6)
+    tables = paged.swap_out([0, 1], [6, 6])
+    assert tables is not None
+    (out,) = paged.drain().commands
+    assert isinstance(out, SwapOut)
+    assert out.block_ids.tolist() == paged.block_ids(0).tolist()
+    assert paged.swap_space.num_free == 6
+    paged.free(0)
+    paged.free(1)
+    transfer = paged.swap_in(tables, [2, 3])
+    (back,) = paged.drain().commands
+    assert isinstance(back, SwapIn)
+    assert back.transfer_id == transfer
+    assert back.host_block_ids.tolist() == out.host_block_ids.tolist()
+    assert paged.block_ids(2).tolist() == paged.block_ids(3).tolist()
+    assert paged.writable[2:].tolist() == [6, 6], "the half-full block is shared still"
+    assert paged.grow(2, 7)
+    assert len(paged.drain().commands) == 1, "and copied by the first to write"
+    paged.drop_swapped(tables)
+    assert paged.swap_space.num_free == 8
+    paged.check()
+
+
+def test_only_computed_blocks_are_swapped() -> None:
+    paged = swapping()
+    paged.admit(0, as_ids(range(6)))
+    paged.grow(0, 13)
+    tables = paged.swap_out([0], [6])
+    assert tables is not None
+    assert len(tables[0].host_block_ids) == 2
+
+
+def test_full_host_memory_refuses_and_changes_nothing() -> None:
+    paged = swapping(num_host_blocks=1)
+    paged.admit(0, as_ids(range(6)))
+    assert paged.swap_out([0], [6]) is None
+    assert paged.drain().commands == ()
+    assert paged.swap_space.num_free == 1
+    assert PagedManager(9, SIZE, 4).swap_out([0], [0]) is None
+
+
+def test_swapping_in_needs_blocks() -> None:
+    paged = swapping()
+    paged.admit(0, as_ids(range(12)))
+    tables = paged.swap_out([0], [12])
+    assert tables is not None
+    assert paged.swap_in(tables, [1], reserve=3) is None
+    assert paged.swap_in(tables, [1], reserve=2) is not None
+    paged.check()
+
+
 class PagedMachine(RuleBasedStateMachine):
     """Any order of calls; a toy arena replays the commands and every row reads its own tokens."""
 
@@ -273,12 +332,14 @@ class PagedMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.paged = PagedManager(13, SIZE, self.rows, prefix_caching=True)
+        self.paged = PagedManager(13, SIZE, self.rows, prefix_caching=True, num_host_blocks=7)
+        self.host = np.full((8, SIZE), -1, dtype=np.int64)
+        self.swapped: list[tuple[list[SwappedTable], list[list[int]], list[bytes]]] = []
         self.arena = np.full((13, SIZE), -1, dtype=np.int64)
         self.model: dict[int, list[int]] = {}
         self.salts: dict[int, bytes] = {}
         self.tables: dict[int, dict[int, int]] = {}
-        self.outstanding: list[tuple[CopyBlocks, ...]] = []
+        self.outstanding: list[tuple[KVCommand, ...]] = []
         self.counter = 0
 
     def fresh(self, count: int) -> list[int]:
@@ -298,7 +359,12 @@ class PagedMachine(RuleBasedStateMachine):
         for row, index, block_id in zip(deltas.rows, deltas.indices, deltas.block_ids, strict=True):
             self.tables[int(row)][int(index)] = int(block_id)
         for command in drained.commands:
-            self.arena[command.destinations] = self.arena[command.sources]
+            if isinstance(command, CopyBlocks):
+                self.arena[command.destinations] = self.arena[command.sources]
+            elif isinstance(command, SwapOut):
+                self.host[command.host_block_ids] = self.arena[command.block_ids]
+            else:
+                self.arena[command.block_ids] = self.host[command.host_block_ids]
         if drained.commands:
             self.outstanding.append(drained.commands)
 
@@ -344,6 +410,42 @@ class PagedMachine(RuleBasedStateMachine):
     def unpublish(self, data: st.DataObject) -> None:
         row = data.draw(st.sampled_from(sorted(self.model)))
         self.paged.unpublish(self.tables[row].values())
+
+    @precondition(lambda self: bool(self.model))
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, unique=True))
+        tables = self.paged.swap_out(rows, [len(self.model[row]) for row in rows])
+        if tables is None:
+            return
+        self.obey()
+        self.swapped.append(
+            (tables, [self.model.pop(r) for r in rows], [self.salts[r] for r in rows])
+        )
+        for row in rows:
+            self.paged.free(row)
+            del self.tables[row]
+
+    @precondition(lambda self: bool(self.swapped))
+    @rule(reserve=st.integers(0, 1))
+    def swap_in(self, reserve: int) -> None:
+        tables, contents, salts = self.swapped[0]
+        rows = [r for r in range(self.rows) if r not in self.model][: len(tables)]
+        if len(rows) < len(tables):
+            return
+        if self.paged.swap_in(tables, rows, reserve=reserve) is None:
+            return
+        self.swapped.pop(0)
+        self.obey()
+        self.paged.drop_swapped(tables)
+        for row, tokens, salt in zip(rows, contents, salts, strict=True):
+            self.model[row], self.salts[row] = tokens, salt
+            self.tables[row] = dict(enumerate(self.paged.block_ids(row).tolist()))
+
+    @precondition(lambda self: bool(self.swapped))
+    @rule()
+    def give_up_swapped(self) -> None:
+        self.paged.drop_swapped(self.swapped.pop()[0])
 
     @rule()
     def reset(self) -> None:
@@ -406,6 +508,9 @@ class PagedMachine(RuleBasedStateMachine):
         self.obey()
         while self.outstanding:
             self.paged.retire(self.outstanding.pop(0))
+        while self.swapped:
+            self.give_up_swapped()
+        assert self.paged.swap_space.num_free == 7
         self.paged.check()
         assert self.paged.num_free_blocks == self.paged.num_usable_blocks, "only cached blocks"
 

@@ -8,6 +8,7 @@ from octavo.core.request import Finished, Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.memory.paged import PagedManager
+from octavo.scheduling.preemption import PreemptionPolicy
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
 from toy_executor import POISON, ToyExecutor, as_ids
 
@@ -49,15 +50,22 @@ class Harness:
         depth: int = 1,
         eager: bool = True,
         prefix_caching: bool = False,
+        num_host_blocks: int = 0,
+        preemption: str = "recompute",
     ) -> None:
         self.manager = PagedManager(
-            num_blocks, block_size, max_num_seqs, prefix_caching=prefix_caching
+            num_blocks,
+            block_size,
+            max_num_seqs,
+            prefix_caching=prefix_caching,
+            num_host_blocks=num_host_blocks,
         )
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             max_queued_requests=max_queued_requests,
+            preemption=PreemptionPolicy(mode=preemption),
         )
         self.scheduler = Scheduler(config, self.manager)
         self.executor = ToyExecutor(num_blocks, block_size, max_num_seqs, eager=eager)
@@ -91,3 +99,5 @@ class Harness:
         assert not self.core.has_work, "the engine did not finish"
         assert self.manager.num_free_blocks == self.manager.num_usable_blocks
         assert self.scheduler.rows.num_used == 0
+        space = self.manager.swap_space
+        assert space.num_free == space.num_blocks, "host blocks are left behind"

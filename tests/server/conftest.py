@@ -1,4 +1,4 @@
-"""One tiny model for all, one server for each module."""
+"""One tiny model and one server for all; modules that need other options start their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tiny_model: Path) -> Iterator[TinyServer]:
     server = TinyServer(tiny_model)
     try:

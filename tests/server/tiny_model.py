@@ -97,3 +97,8 @@ def _weights(letters: list[int]) -> dict[str, np.ndarray]:
             prefix + "mlp.down_proj.weight": matrix(HIDDEN, MLP),
         }
     return tensors
+
+
+def token_of(character: str) -> int:
+    """The id of a character that the byte-level alphabet writes as itself."""
+    return len(SPECIAL) + sorted(pre_tokenizers.ByteLevel.alphabet()).index(character)

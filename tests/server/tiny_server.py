@@ -44,7 +44,8 @@ class TinyServer:
     ) -> None:
         options = {
             "engine": {"model": str(model), "kv_memory": "16MiB", "threads": 1} | (engine or {}),
-            "server": {"port": 0, "served_model_name": "tiny"} | (server or {}),
+            "server": {"port": 0, "served_model_names": ["tiny"], "log_level": "warning"}
+            | (server or {}),
             "command": command,
         }
         self.process = subprocess.Popen(
@@ -76,6 +77,11 @@ class TinyServer:
         self.url = wait_for(url, "the server's address")
         self.engine_pid = self.children()[0].pid
         return self
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        return host, int(port)
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)

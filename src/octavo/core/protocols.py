@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from octavo.core.plan import (
     Admission,
@@ -15,6 +15,9 @@ from octavo.core.plan import (
     StepPlan,
     StepResult,
 )
+
+Swapped: TypeAlias = Any
+"""A sequence's blocks in host memory; opaque to everyone but the manager that made it."""
 
 
 class KVManager(Protocol):
@@ -68,6 +71,23 @@ class KVManager(Protocol):
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
         """Let ``child`` share the blocks of the parent's first ``num_tokens`` tokens."""
+
+    def swap_out(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[Swapped] | None:
+        """Copy the blocks of each row's first ``num_tokens`` tokens to host memory, shared ones
+        once: all, or none (None) when host memory is full. The rows keep theirs until freed."""
+
+    def swap_in(
+        self, tables: Sequence[Swapped], rows: Sequence[int], *, reserve: int = 0
+    ) -> int | None:
+        """Bring sequences back into blocks of their own, leaving ``reserve`` free.
+
+        Returns:
+            The transfer's id: the rows may run once it is reported, and `drop_swapped` is due
+            then. None when blocks are missing.
+        """
+
+    def drop_swapped(self, tables: Iterable[Swapped]) -> None:
+        """The host blocks are not needed any more."""
 
     def follow(self, parent: int, child: int) -> None:
         """What is computed of the parent's shared tokens is computed for the child, too."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.layout import num_blocks_for
-from octavo.core.plan import IntArray
+from octavo.core.plan import IntArray, PromptLogprobs, StepLogprobs
 from octavo.core.sampling_params import SamplingParams
 
 
@@ -59,6 +59,11 @@ class Request:
         """Tokens of the sequence when it ends by length."""
         return len(self.prompt_token_ids) + self.max_tokens
 
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Every position of the prompt must be computed, cached or not."""
+        return self.params.prompt_logprobs is not None
+
     def num_blocks(self, block_size: int) -> int:
         """Blocks that it needs at most: the prompt's full ones once, the rest for each sample. The
         last token's keys and values are never needed."""
@@ -81,12 +86,18 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutputs:
-    """What a step brought: ``token_ids[i]`` is the next token of request ``numbers[i]``."""
+    """What a step brought: ``token_ids[i]`` is the next token of request ``numbers[i]``.
+
+    ``logprobs`` and ``prompt_logprobs`` are for the requests that asked. A prompt's come in pieces,
+    the last with the first token; of a request with samples, its first sample gets them.
+    """
 
     numbers: NDArray[np.int64]
     token_ids: IntArray
     finished: tuple[Finished, ...] = ()
+    logprobs: StepLogprobs | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not len(self.numbers) and not self.finished
+        return not len(self.numbers) and not self.finished and not self.prompt_logprobs

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 100.0
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_TOKENS = 64
+MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +33,26 @@ class SamplingParams:
     engine draws a seed. ``max_tokens`` None means as many as the model's length allows.
     ``stop`` strings end the text before the string (matched in the text front end);
     ``stop_token_ids`` end it after that token, like the model's own end-of-sequence tokens, which
-    ``ignore_eos`` switches off. ``logit_bias`` pairs token ids with what is added to their logits
-    before anything else; it may be given as a mapping.
+    ``ignore_eos`` switches off. ``include_stop_str_in_output`` leaves what ended the text, the stop
+    string or the stop token's own text, in it. Until ``min_tokens`` are generated, stop tokens
+    cannot be sampled and stop strings are not looked for.
+
+    Before the temperature a token's logit is changed in this order, for greedy rows, too:
+
+    - ``allowed_token_ids``, when given, are the only ones that may be sampled;
+    - ``bad_words`` never come out, alone or after a space. The front end writes their tokens into
+      ``bad_words_token_ids``: the last id of a sequence is forbidden where the generated tokens
+      end with the others;
+    - stop tokens are forbidden during ``min_tokens``;
+    - ``logit_bias`` pairs token ids with what is added to their logits; it may be a mapping;
+    - ``repetition_penalty`` divides positive and multiplies negative logits of tokens in prompt or
+      output (Keskar et al., 2019); ``frequency_penalty`` is subtracted once for each time that a
+      token was generated, ``presence_penalty`` once where it was generated at all.
+
+    ``logprobs`` asks for each generated token's log probability, its rank, and that many of the
+    likeliest tokens beside it (0: none). They are of the model's raw distribution, before
+    everything above and before the temperature, over the whole vocabulary ("raw_logprobs" in
+    vLLM). ``prompt_logprobs`` asks for the same of the prompt's tokens, the first excepted.
 
     Raises:
         ValueError: a value is out of range; the message names the field.
@@ -41,43 +68,113 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.0,
+            MAX_REPETITION_PENALTY,
+            low_open=True,
+        )
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop must hold non-empty strings, got {text!r}")
-            if len(text) > MAX_STOP_STRING_CHARS:
+            if self.min_tokens > self.max_tokens:
                 raise ValueError(
-                    f"a stop string may have at most {MAX_STOP_STRING_CHARS} characters, "
-                    f"got {len(text)}"
+                    f"min_tokens must be at most max_tokens ({self.max_tokens}), "
+                    f"got {self.min_tokens}"
                 )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, "
-                f"got {len(self.stop_token_ids)}"
-            )
-        for token_id in self.stop_token_ids:
-            _integer("stop_token_ids", token_id, 0, 2**31 - 1)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        self._become("stop", _texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS))
+        self._become(
+            "bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        )
+        self._become(
+            "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        )
+        self._become("bad_words_token_ids", _id_sequences(self.bad_words_token_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not allowed:
+                raise ValueError(
+                    "allowed_token_ids is empty: nothing could be sampled; name at least one "
+                    "token id, or leave the field out to allow all"
+                )
+            self._become("allowed_token_ids", tuple(dict.fromkeys(allowed)))
+        self._become("logit_bias", _bias_pairs(self.logit_bias))
 
-        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+    def _become(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _texts(name: str, value: object, max_count: int, max_chars: int) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _items(name, value, "strings")
+    if len(texts) > max_count:
+        raise ValueError(f"{name} takes at most {max_count} strings, got {len(texts)}")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{name} must hold non-empty strings, got {text!r}")
+        if len(text) > max_chars:
+            raise ValueError(
+                f"{name}: a string may have at most {max_chars} characters, got {len(text)}"
+            )
+    return texts
+
+
+def _ids(name: str, value: object, max_count: int) -> tuple[int, ...]:
+    token_ids = _items(name, value, "token ids")
+    if len(token_ids) > max_count:
+        raise ValueError(f"{name} takes at most {max_count} ids, got {len(token_ids)}")
+    for token_id in token_ids:
+        _integer(name, token_id, 0, MAX_TOKEN_ID)
+    return token_ids
+
+
+def _id_sequences(value: object) -> tuple[tuple[int, ...], ...]:
+    name = "bad_words_token_ids"
+    sequences = tuple(
+        _ids(name, item, MAX_BAD_WORD_TOKENS) for item in _items(name, value, "sequences")
+    )
+    # Each word comes with and without a space before it.
+    if len(sequences) > 2 * MAX_BAD_WORDS:
+        raise ValueError(f"{name} takes at most {2 * MAX_BAD_WORDS}, got {len(sequences)}")
+    if not all(sequences):
+        raise ValueError(f"{name} must hold non-empty sequences")
+    return sequences
+
+
+def _items(name: str, value: object, what: str) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a list of {what}, got {value!r}")
+    return tuple(value)
 
 
 def _bias_pairs(bias: object) -> tuple[tuple[int, float], ...]:
@@ -86,7 +183,7 @@ def _bias_pairs(bias: object) -> tuple[tuple[int, float], ...]:
     if len(pairs) > MAX_LOGIT_BIASES:
         raise ValueError(f"logit_bias takes at most {MAX_LOGIT_BIASES} token ids, got {len(pairs)}")
     for token_id, value in pairs:
-        _integer("logit_bias: a token id", token_id, 0, 2**31 - 1)
+        _integer("logit_bias: a token id", token_id, 0, MAX_TOKEN_ID)
         _number("logit_bias: a value", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     if len({token_id for token_id, _ in pairs}) < len(pairs):
         raise ValueError("logit_bias names a token id twice")

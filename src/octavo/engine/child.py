@@ -36,6 +36,9 @@ class ChildProcess:
         address: str,
         on_exit: Callable[[int], None],
         command: Sequence[str],
+        *,
+        log_format: str = "text",
+        log_level: str = "warning",
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
@@ -45,7 +48,8 @@ class ChildProcess:
         )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone; its exit says so
-            self._process.stdin.write(encode_start(Start(address, config)))
+            start = Start(address, config, log_format, log_level)
+            self._process.stdin.write(encode_start(start))
             self._process.stdin.flush()
         threading.Thread(target=self._watch, name="octavo-engine-watch", daemon=True).start()
 

@@ -8,18 +8,17 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import zmq
 import zmq.asyncio
 
 from octavo.config import EngineConfig
-from octavo.core.request import Finished, FinishReason, QueueFullError, RequestError
+from octavo.core.request import Finished, FinishReason, QueueFullError, Request, RequestError
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.background import in_thread
 from octavo.engine.child import (
     COMMAND,
     ChildProcess,
@@ -49,8 +48,6 @@ from octavo.scheduling.admission import Limits, resolve_request
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # After the process has ended, its last message may still be on its way.
 _LAST_WORDS_S = 0.2
@@ -84,6 +81,8 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._states: dict[int, RequestState] = {}
         self._next_number = 0
+        # Since when the engine owes news, of a step or of being idle.
+        self._owed_since_s: float | None = None
         self._ready: asyncio.Future[EngineReport] = self._loop.create_future()
         self._exited = asyncio.Event()
         self._drained = asyncio.Event()
@@ -108,6 +107,8 @@ class AsyncEngine:
         tokenizer: Tokenizer | Callable[[], Tokenizer | None] | None = None,
         *,
         command: Sequence[str] = COMMAND,
+        log_format: str = "text",
+        log_level: str = "warning",
     ) -> AsyncEngine:
         """Start the engine process and wait until its model is loaded.
 
@@ -119,7 +120,7 @@ class AsyncEngine:
         """
         engine = cls()
         try:
-            await engine._start(config, tokenizer, command)
+            await engine._start(config, tokenizer, command, log_format, log_level)
         except BaseException:
             await engine.close()
             raise
@@ -130,10 +131,14 @@ class AsyncEngine:
         config: EngineConfig,
         tokenizer: Tokenizer | Callable[[], Tokenizer | None] | None,
         command: Sequence[str],
+        log_format: str,
+        log_level: str,
     ) -> None:
         address = f"ipc://{self._path}"
         self._socket.bind(address)
-        self._child = ChildProcess(config, address, self._on_exit, command)
+        self._child = ChildProcess(
+            config, address, self._on_exit, command, log_format=log_format, log_level=log_level
+        )
         self._reader = asyncio.create_task(self._read(), name="octavo-engine-reader")
         if tokenizer is None or isinstance(tokenizer, Tokenizer):
             self.tokenizer = tokenizer
@@ -159,6 +164,18 @@ class AsyncEngine:
         return len(self._states)
 
     @property
+    def max_outstanding(self) -> int:
+        """Requests that may run and wait; more are refused."""
+        return self.report.max_num_seqs + self.report.max_queued_requests
+
+    @property
+    def silent_s(self) -> float:
+        """How long the engine has had work without ending a step; 0 while it is idle."""
+        if self._owed_since_s is None or self.error is not None:
+            return 0.0
+        return time.monotonic() - self._owed_since_s
+
+    @property
     def pid(self) -> int | None:
         """The engine process."""
         return None if self._child is None else self._child.pid
@@ -178,30 +195,38 @@ class AsyncEngine:
             raise EngineDeadError("the engine is shutting down")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop needs a tokenizer, which this model has not")
-        room = self.report.max_num_seqs + self.report.max_queued_requests
-        if len(self._states) >= room:
+        if len(self._states) >= self.max_outstanding:
             raise QueueFullError(
                 f"{len(self._states)} requests run or wait already (max_num_seqs + "
-                f"max_queued_requests = {room}); try again later"
+                f"max_queued_requests = {self.max_outstanding}); try again later"
             )
-        request = resolve_request(
+        request = self.resolve(prompt_token_ids, params)
+        self._next_number += 1
+        output = None
+        if self.tokenizer is not None:
+            output = OutputText(self.tokenizer, prompt_token_ids, params)
+        state = RequestState(
+            request.number,
+            len(prompt_token_ids),
+            output,
+            time.monotonic(),
+            self.observer,
+            request.max_tokens,
+        )
+        self._send(AddRequest.of(request))
+        self._states[request.number] = state
+        self._drained.clear()
+        return RequestStream(state, self._abort)
+
+    def resolve(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
+        """What `submit` would send, checked against the limits. Raises as `submit`."""
+        return resolve_request(
             self._next_number,
             prompt_token_ids,
             params,
             self.limits,
             random_seed=secrets.randbits(63),
         )
-        self._next_number += 1
-        output = None
-        if self.tokenizer is not None:
-            output = OutputText(self.tokenizer, prompt_token_ids, params)
-        state = RequestState(
-            request.number, len(prompt_token_ids), output, time.monotonic(), self.observer
-        )
-        self._send(AddRequest.of(request))
-        self._states[request.number] = state
-        self._drained.clear()
-        return RequestStream(state, self._abort)
 
     async def close(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let those under way end for at most ``drain_timeout_s``, stop the
@@ -220,6 +245,8 @@ class AsyncEngine:
     def _send(self, message: ToEngine) -> None:
         # Sent at once: the queue has no bound. To a dead process nothing needs to be sent.
         self._socket.send(encode(message))
+        if self._owed_since_s is None:
+            self._owed_since_s = time.monotonic()
 
     async def _read(self) -> None:
         while True:
@@ -249,6 +276,9 @@ class AsyncEngine:
     def _digest_step(self, message: StepMessage) -> None:
         if message.stats is not None:
             self.stats = message.stats
+        for number, waited_s in message.started:
+            if number in self._states:
+                self._states[number].start(waited_s)
         tokens: dict[int, list[int]] = {}
         for number, token_id in message.tokens():
             tokens.setdefault(number, []).append(token_id)
@@ -275,6 +305,8 @@ class AsyncEngine:
                 self._forget(number)
                 if end is None:  # a stop string, or the failure above
                     aborted.append(number)
+        has_work = bool(self._states or self.stats.num_running or self.stats.num_waiting)
+        self._owed_since_s = now if has_work else None
         if aborted:
             self._send(Abort(tuple(aborted)))
 
@@ -345,32 +377,6 @@ class AsyncEngine:
         self._socket.close(linger=0)
         self._context.term()
         remove_socket_path(self._path)
-
-
-def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """The result of a long call on a thread of its own, which keeps neither the loop nor the
-    process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def work() -> None:
-        try:
-            outcome: tuple[T | None, BaseException | None] = (function(), None)
-        except BaseException as error:
-            outcome = (None, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=work, name="octavo-load", daemon=True).start()
-    return future
 
 
 def _headline(error: str) -> str:

@@ -48,6 +48,8 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     address: str
     config: EngineConfig
+    log_format: str = "text"
+    log_level: str = "warning"
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -103,6 +105,8 @@ class AddRequest(_Message, frozen=True):
         stops = self.stop_token_ids
         if len(stops) > _MAX_STOP_IDS or any(not 0 <= i < limits.vocab_size for i in stops):
             raise RequestError("stop_token_ids are too many or out of range")
+        if any(token_id >= limits.vocab_size for token_id, _ in params.logit_bias):
+            raise RequestError("a token id of logit_bias is out of range")
         return Request(
             number=self.number,
             prompt_token_ids=prompt,
@@ -142,20 +146,31 @@ class StartFailed(_Message, frozen=True):
 
 
 class StepMessage(_Message, frozen=True):
-    """What a step brought: ``token_ids[i]`` (int32) is for request ``numbers[i]`` (int64)."""
+    """What a step brought: ``token_ids[i]`` (int32) is for request ``numbers[i]`` (int64).
+
+    ``started`` pairs requests that this step ran for the first time with the seconds that they had
+    waited in the engine.
+    """
 
     numbers: bytes
     token_ids: bytes
     finished: tuple[Finished, ...]
     stats: EngineStats | None
+    started: tuple[tuple[int, float], ...] = ()
 
     @classmethod
-    def of(cls, outputs: StepOutputs, stats: EngineStats | None) -> StepMessage:
+    def of(
+        cls,
+        outputs: StepOutputs,
+        stats: EngineStats | None,
+        started: tuple[tuple[int, float], ...] = (),
+    ) -> StepMessage:
         return cls(
             outputs.numbers.astype(_NUMBER, copy=False).tobytes(),
             outputs.token_ids.astype(_TOKEN, copy=False).tobytes(),
             outputs.finished,
             stats,
+            started,
         )
 
     def tokens(self) -> zip[tuple[int, int]]:

@@ -23,6 +23,7 @@ import zmq
 from octavo.config import EngineConfig
 from octavo.core.request import QueueFullError, Request, RequestError
 from octavo.engine.core import EngineCore
+from octavo.engine.logs import configure_logs
 from octavo.engine.messages import (
     MAX_MESSAGE_BYTES,
     MAX_START_BYTES,
@@ -49,6 +50,7 @@ STATS_INTERVAL_S = 0.05
 # How long the last message may take to leave when the process ends.
 _LINGER_MS = 1000
 _PR_SET_PDEATHSIG = 1
+_LOG_PREFIX = "octavo engine: "
 
 
 class EngineLoop:
@@ -67,10 +69,15 @@ class EngineLoop:
         self._clock = clock
         # Requests that the scheduler's queue has no room for yet; the front end bounds them.
         self._backlog: dict[int, Request] = {}
+        # Requests that no step has run yet, in the order of arrival, and when they came.
+        self._arrived_s: dict[int, float] = {}
         self._num_steps = 0
         self._stats_due = 0.0
         self._sent_stats: EngineStats | None = None
         self._is_stopping = False
+
+    # Every message of the front end is answered by stats before the loop goes idle, so that it can
+    # tell an engine that is done from one that hangs.
 
     def run(self) -> None:
         """Serve until a `Shutdown` arrives. Whatever the core raises ends the loop."""
@@ -86,15 +93,31 @@ class EngineLoop:
                 self._step()
 
     def _step(self) -> None:
+        planned_s = self._clock()
         outputs = self._core.step()
         self._num_steps += 1
+        started = self._started(planned_s) if self._arrived_s else ()
         stats = None
         now = self._clock()
         if now >= self._stats_due or not self._core.has_work:
             self._stats_due = now + STATS_INTERVAL_S
             self._sent_stats = stats = self._stats()
-        if stats is not None or not outputs.is_empty:
-            self._send(StepMessage.of(outputs, stats))
+        if stats is not None or started or not outputs.is_empty:
+            self._send(StepMessage.of(outputs, stats, started))
+
+    def _started(self, planned_s: float) -> tuple[tuple[int, float], ...]:
+        """Requests that got their first row in the step planned at ``planned_s``, with the seconds
+        that they had waited. The queue is first come, first served: the first that still waits
+        ends the search."""
+        rows = self._core.scheduler.rows
+        started = []
+        for number, arrived_s in self._arrived_s.items():
+            if not ((rows.number == number) & (rows.last_step > 0)).any():
+                break
+            started.append((number, planned_s - arrived_s))
+        for number, _ in started:
+            del self._arrived_s[number]
+        return tuple(started)
 
     def _receive(self) -> None:
         """Everything that has arrived, without waiting."""
@@ -104,10 +127,12 @@ class EngineLoop:
             except zmq.Again:
                 return
             message = decode_to_engine(data)
+            self._sent_stats = None
             if isinstance(message, AddRequest):
                 self._add(message)
             elif isinstance(message, Abort):
                 for number in message.numbers:
+                    self._arrived_s.pop(number, None)
                     if self._backlog.pop(number, None) is None:
                         self._core.scheduler.abort(number)
             elif isinstance(message, Shutdown):
@@ -120,6 +145,7 @@ class EngineLoop:
                 self._backlog[request.number] = request
             else:
                 self._core.scheduler.add(request)
+            self._arrived_s[request.number] = self._clock()
         except (RequestError, QueueFullError) as error:
             self._send(Rejected.of(message.number, error))
 
@@ -129,6 +155,7 @@ class EngineLoop:
             try:
                 self._core.scheduler.add(self._backlog.pop(number))
             except RequestError as error:
+                self._arrived_s.pop(number, None)
                 self._send(Rejected.of(number, error))
 
     def _stats(self) -> EngineStats:
@@ -143,7 +170,7 @@ class EngineLoop:
         )
 
     def _send_last_stats(self) -> None:
-        """Before going idle, unless the front end knows: an abort may have changed them."""
+        """Before going idle, unless the front end knows."""
         stats = self._stats()
         if stats != self._sent_stats:
             self._sent_stats = stats
@@ -182,6 +209,7 @@ def run_process(build: Build) -> int:
     os.dup2(2, 1)  # a library's prints are not the server's output
     try:
         start = decode_start(_read_line())
+        configure_logs(start.log_format, start.log_level, _LOG_PREFIX)
         _watch_parent()
         context = zmq.Context()
         socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
@@ -239,7 +267,6 @@ def _read_line() -> bytes:
 def main() -> int:
     from octavo.engine.build import build_engine
 
-    logging.basicConfig(level=logging.WARNING, format="octavo engine: %(levelname)s: %(message)s")
     return run_process(build_engine)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from octavo.core.plan import KVCapacity
 from octavo.scheduling.admission import Limits
@@ -43,6 +44,13 @@ class EngineReport:
     def num_kv_tokens(self) -> int:
         """Tokens that fit in the KV cache."""
         return self.limits.num_kv_tokens
+
+    def fields(self) -> dict[str, Any]:
+        """Everything as plain values, for a log."""
+        values: dict[str, Any] = asdict(self)
+        capacity = values.pop("capacity")
+        values |= capacity
+        return values | {"kv_bytes": self.kv_bytes, "num_kv_tokens": self.num_kv_tokens}
 
     def __str__(self) -> str:
         gib = 2**30

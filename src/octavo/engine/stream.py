@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -16,16 +18,34 @@ from octavo.engine.output import OutputDelta, OutputText
 
 
 class Observer(Protocol):
-    """Told of every request's life, for metrics. Times are in seconds since `submit`."""
+    """Told of every request's life, for metrics. Times are in seconds."""
 
     def on_first_token(self, num_prompt_tokens: int, latency_s: float) -> None:
-        """The prompt is computed and the first token is here."""
+        """The prompt is computed and the first token is here, ``latency_s`` after `submit`."""
 
     def on_tokens(self, num_tokens: int, gap_s: float | None) -> None:
         """Tokens that count arrived, ``gap_s`` after those before (None: they are the first)."""
 
-    def on_end(self, reason: FinishReason, latency_s: float) -> None:
+    def on_end(self, reason: FinishReason, life: RequestLife) -> None:
         """The request ended; called once for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLife:
+    """One request from `submit` to its end, in seconds and tokens.
+
+    ``queue_s`` is from `submit` to the first step that ran it, ``prefill_s`` and ``decode_s``
+    from there to the first and from the first to the last token; None: it did not come so far.
+    ``max_tokens`` is what was asked for.
+    """
+
+    num_prompt_tokens: int
+    num_tokens: int
+    max_tokens: int
+    whole_s: float
+    queue_s: float | None
+    prefill_s: float | None
+    decode_s: float | None
 
 
 class RequestState:
@@ -41,14 +61,19 @@ class RequestState:
         output: OutputText | None,
         created_s: float,
         observer: Observer | None,
+        max_tokens: int,
     ) -> None:
         self.number = number
         self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._output = output
         self._created_s = created_s
+        self._started_s: float | None = None
+        self._first_token_s: float | None = None
         self._last_token_s: float | None = None
+        self._ended_s: float | None = None
         self._observer = observer
         self._texts: list[str] = []
         self._token_ids: list[int] = []
@@ -56,6 +81,23 @@ class RequestState:
         self._exception: Exception | None = None
         self._is_final_taken = False
         self._waiter: asyncio.Future[None] | None = None
+
+    def start(self, waited_s: float) -> None:
+        """The engine has run the request for the first time, ``waited_s`` after it was sent."""
+        self._started_s = self._created_s + max(0.0, waited_s)
+
+    def life(self, now_s: float) -> RequestLife:
+        """Up to now, or to the end."""
+        started, first, last = self._started_s, self._first_token_s, self._last_token_s
+        return RequestLife(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_tokens=self.num_tokens,
+            max_tokens=self.max_tokens,
+            whole_s=(now_s if self._ended_s is None else self._ended_s) - self._created_s,
+            queue_s=None if started is None else started - self._created_s,
+            prefill_s=None if started is None or first is None else max(0.0, first - started),
+            decode_s=None if first is None or last is None else last - first,
+        )
 
     def receive(
         self, token_ids: Sequence[int], reason: FinishReason | None, error: str | None, now_s: float
@@ -116,6 +158,8 @@ class RequestState:
         if not num_tokens:
             return
         last, self._last_token_s = self._last_token_s, now_s
+        if last is None:
+            self._first_token_s = now_s
         self.num_tokens += num_tokens
         if self._observer is not None:
             if last is None:
@@ -124,8 +168,9 @@ class RequestState:
 
     def _end(self, reason: FinishReason, now_s: float) -> None:
         self.finish_reason = reason
+        self._ended_s = now_s
         if self._observer is not None:
-            self._observer.on_end(reason, now_s - self._created_s)
+            self._observer.on_end(reason, self.life(now_s))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -161,6 +206,10 @@ class RequestStream(AsyncIterator[OutputDelta]):
     @property
     def finish_reason(self) -> FinishReason | None:
         return self._state.finish_reason
+
+    def life(self) -> RequestLife:
+        """How long each part of the request took, up to now or to its end."""
+        return self._state.life(time.monotonic())
 
     async def __anext__(self) -> OutputDelta:
         try:

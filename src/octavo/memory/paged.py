@@ -13,7 +13,7 @@ A row's table, for a block size of 4 and 10 tokens of which 9 are computed::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -27,11 +27,14 @@ from octavo.core.plan import (
     IntArray,
     KVCommand,
     KVUsage,
+    SwapIn,
+    SwapOut,
     TableDeltas,
     int_array,
 )
 from octavo.memory.block_pool import BlockPool
 from octavo.memory.prefix_cache import SequenceKeys
+from octavo.memory.swap import SwappedTable, SwapSpace
 
 
 class PagedManager:
@@ -47,8 +50,10 @@ class PagedManager:
         max_num_seqs: int,
         *,
         prefix_caching: bool = False,
+        num_host_blocks: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.swap_space = SwapSpace(num_host_blocks)
         self.prefix_caching = prefix_caching
         self.block_size = block_size
         self.writable: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
@@ -56,6 +61,7 @@ class PagedManager:
         self._num_computed: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self._tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._copies: list[tuple[int, int]] = []
+        self._swaps: list[SwapOut | SwapIn] = []
         self._deltas: list[tuple[int, int, int]] = []
         self._retained: Counter[int] = Counter()
         self._keys: list[SequenceKeys | None] = [None] * max_num_seqs
@@ -182,6 +188,57 @@ class PagedManager:
         shared = int(self._num_known[child])
         self._num_computed[child] = min(int(self._num_computed[parent]), shared)
 
+    # ── swapping ─────────────────────────────────────────────────────────────────────────────
+
+    def swap_out(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[SwappedTable] | None:
+        counts = [num_blocks_for(count, self.block_size) for count in num_tokens]
+        tables = [self._tables[row][:count] for row, count in zip(rows, counts, strict=True)]
+        moved = self.swap_space.try_out(tables)
+        if moved is None:
+            return None
+        command, host_tables = moved
+        self._swaps.append(command)
+        swapped = []
+        for row, count, host_table in zip(rows, num_tokens, host_tables, strict=True):
+            keys = self._keys[row]
+            full = count // self.block_size
+            kept = keys.fork(min(full, len(keys))) if keys is not None else None
+            if kept is not None:
+                kept.num_published = 0
+            swapped.append(SwappedTable(host_table, count, kept))
+        return swapped
+
+    def swap_in(
+        self, tables: Sequence[SwappedTable], rows: Sequence[int], *, reserve: int = 0
+    ) -> int | None:
+        host_ids = self.swap_space.distinct(tables)
+        if len(host_ids) + reserve > self.pool.num_free:
+            return None
+        block_ids = self.pool.try_allocate(len(host_ids))
+        assert block_ids is not None
+        place = dict(zip(host_ids, block_ids, strict=True))
+        fresh = set(block_ids)
+        for row, table in zip(rows, tables, strict=True):
+            assert not self._tables[row], f"row {row} still owns blocks"
+            own = [place[host_id] for host_id in table.host_block_ids]
+            self.pool.share([block_id for block_id in own if block_id not in fresh])
+            fresh.difference_update(own)
+            self._tables[row] = own
+            self._keys[row] = table.keys
+            self._num_known[row] = table.num_computed_tokens
+            self._num_computed[row] = table.num_computed_tokens
+        for row, table in zip(rows, tables, strict=True):
+            count = table.num_computed_tokens
+            is_shared = count % self.block_size and self._num_readers(self._tables[row][-1]) > 1
+            self.writable[row] = count if is_shared else len(self._tables[row]) * self.block_size
+        command = self.swap_space.bring_in(tables, block_ids)
+        self._swaps.append(command)
+        return command.transfer_id
+
+    def drop_swapped(self, tables: Iterable[SwappedTable]) -> None:
+        for table in tables:
+            self.swap_space.drop(table)
+
     def commit(self, rows: IntArray, num_tokens: IntArray) -> None:
         self._num_computed[rows] += num_tokens
 
@@ -213,21 +270,24 @@ class PagedManager:
         return int_array(self._tables[row])
 
     def drain(self) -> Drained:
-        if not self._deltas and not self._copies:
+        if not self._deltas and not self._copies and not self._swaps:
             return NOTHING_DRAINED
-        commands: tuple[KVCommand, ...] = ()
+        commands: tuple[KVCommand, ...] = tuple(self._swaps)
+        self._swaps.clear()
         if self._copies:
+            # First: what is swapped out may just have been copied.
             pairs = int_array(self._copies)
-            commands = (CopyBlocks(sources=pairs[:, 0], destinations=pairs[:, 1]),)
+            commands = (CopyBlocks(sources=pairs[:, 0], destinations=pairs[:, 1]), *commands)
         deltas = int_array(self._deltas).reshape(-1, 3)
         self._copies, self._deltas = [], []
         return Drained(commands, TableDeltas(deltas[:, 0], deltas[:, 1], deltas[:, 2]))
 
     def retire(self, commands: tuple[KVCommand, ...]) -> None:
         for command in commands:
-            sources = command.sources.tolist()
-            self._retained.subtract(sources)
-            self.pool.release(sources)
+            if isinstance(command, CopyBlocks):
+                sources = command.sources.tolist()
+                self._retained.subtract(sources)
+                self.pool.release(sources)
 
     def usage(self) -> KVUsage:
         size = self.block_size
@@ -260,6 +320,7 @@ class PagedManager:
 
     def check(self) -> None:
         self.pool.check()
+        self.swap_space.check()
         references = Counter(chain.from_iterable(self._tables))
         references.update(+self._retained)
         for block_id, count in enumerate(self.pool.references):

@@ -96,7 +96,7 @@ def _too_long(num_prompt: int, max_tokens: int, params: SamplingParams, limits: 
             f"(raise --kv-memory to use the model's whole context of {limits.max_model_len})"
         )
     else:
-        limit = f"the maximum context length is {limits.max_model_len} tokens"
+        limit = f"this model's maximum context length is {limits.max_model_len} tokens"
     if num_prompt >= limits.max_length:
         return f"{limit}, but the prompt alone has {num_prompt}; shorten the prompt"
     return (

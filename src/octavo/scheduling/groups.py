@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.core.plan import Batch, IntArray, KVCommand, RowInit
+from octavo.core.protocols import Swapped
 from octavo.core.request import Request
 
 
@@ -26,13 +27,17 @@ class Sequence:
         return (self.group.request.seed + self.index) & (2**64 - 1)
 
     def row_init(self, num_computed_tokens: int, block_ids: IntArray) -> RowInit:
+        request = self.group.request
         return RowInit(
             row=self.row,
             token_ids=self.token_ids,
             num_computed_tokens=num_computed_tokens,
             block_ids=block_ids,
-            params=self.group.request.params,
+            params=request.params,
             seed=self.seed,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            stop_token_ids=request.stop_token_ids,
+            num_logprobs=request.params.logprobs,
         )
 
 
@@ -50,6 +55,10 @@ class Group:
     is_fanned_out: bool = False
     is_resuming: bool = False
     is_failing: bool = False
+    # Blocks in host memory, by sequence index, while the group is swapped out; its rows wait for
+    # them to arrive while it is swapped in.
+    swapped: dict[int, Swapped] | None = None
+    is_arriving: bool = False
     num_preemptions: int = 0
     num_cached_tokens: int = 0
 
@@ -57,6 +66,14 @@ class Group:
         prompt = self.request.prompt_token_ids
         self.sequences = [Sequence(self, index, prompt) for index in range(self.request.n)]
         self.is_fanned_out = self.request.n == 1
+
+    @property
+    def cache_salt(self) -> bytes:
+        """Whose cached prefixes may be hit: nobody's where all prompt logits are needed."""
+        request = self.request
+        if request.needs_prompt_logits:
+            return b"%b\0prompt logits\0%d" % (request.cache_salt, request.number)
+        return request.cache_salt
 
     @property
     def rows(self) -> list[int]:

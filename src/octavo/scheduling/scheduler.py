@@ -11,7 +11,7 @@ step that names it has been processed: ``last_step[row] <= processed``.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,9 +24,11 @@ from octavo.core.plan import (
     RowInit,
     StepPlan,
     StepResult,
+    SwapIn,
+    SwapOut,
     int_array,
 )
-from octavo.core.protocols import KVManager
+from octavo.core.protocols import KVManager, Swapped
 from octavo.core.request import (
     ContextLengthError,
     Finished,
@@ -37,6 +39,7 @@ from octavo.core.request import (
     StepOutputs,
 )
 from octavo.scheduling.groups import Group, Launched, Sequence
+from octavo.scheduling.preemption import RECOMPUTE, PreemptionPolicy
 from octavo.scheduling.rows import RowTable
 
 
@@ -48,6 +51,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     max_queued_requests: int
+    preemption: PreemptionPolicy = RECOMPUTE
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -70,6 +74,7 @@ class Scheduler:
         self.manager = manager
         self.rows = RowTable(config.max_num_seqs, config.max_model_len)
         self.num_preemptions = 0
+        self.num_swaps = 0
         self._arrivals = 0
         self._step_id = 0
         self._processed = 0
@@ -79,8 +84,9 @@ class Scheduler:
         self._prefilling: list[int] = []
         self._releasing: list[int] = []
         self._num_resuming = 0
-        # Rows of samples that wait for their group's prompt to be computed.
+        # Rows of samples that wait for their group's prompt to be computed, or for their blocks.
         self._awaiting: set[int] = set()
+        self._arriving: dict[int, tuple[Group, list[Swapped]]] = {}
         self._launched: deque[Launched] = deque()
         self._decode_batch: Batch | None = None
         self._published: list[tuple[int, int]] = []
@@ -167,7 +173,10 @@ class Scheduler:
             if group.is_resuming and not group.sequences:
                 group.is_resuming = False
                 self._num_resuming -= 1
-        elif not group.sequences and group in self._waiting:
+            return
+        if group.swapped is not None:
+            self.manager.drop_swapped([group.swapped.pop(sequence.index)])
+        if not group.sequences and group in self._waiting:
             self._waiting.remove(group)
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────
@@ -184,11 +193,13 @@ class Scheduler:
         if not stalled and num_preemptions == self.num_preemptions:
             self._admit(budget, chunks, inits)
         batch = self._join(decode, chunks)
-        if batch is None:
-            return None
-        fan_outs = self._fan_out(batch, inits, forks)
-        self._step_id += 1
+        fan_outs = self._fan_out(batch, inits, forks) if batch else ()
         drained = self.manager.drain()
+        if batch is None:
+            if not drained.commands:
+                return None
+            batch = Batch.empty()
+        self._step_id += 1
         plan = StepPlan(
             step_id=self._step_id,
             batch=batch,
@@ -254,10 +265,16 @@ class Scheduler:
     def _publish(self, row: int, num_tokens: int) -> None:
         """Blocks of known tokens may be hit as soon as they are planned, in this very step: each
         layer writes keys and values before it attends."""
-        if self.manager.prefix_caching:
+        if self._shares_blocks(row):
             tokens = self.rows.first_token_ids(row, num_tokens)
             for block_id in self.manager.publish(row, tokens):
                 self._published.append((row, block_id))
+
+    def _shares_blocks(self, row: int) -> bool:
+        """Whether others may hit the row's blocks; none can under a salt that is the row's own."""
+        sequence = self._sequence_of_row[row]
+        assert sequence is not None
+        return self.manager.prefix_caching and not sequence.group.request.needs_prompt_logits
 
     def _admit(self, budget: int, chunks: list[tuple[int, int]], inits: list[RowInit]) -> None:
         """Admit waiting groups in order of arrival while rows, budget and blocks last."""
@@ -265,6 +282,10 @@ class Scheduler:
             group = self._waiting[0]
             if self.rows.num_free < len(group.sequences):
                 return
+            if group.swapped is not None:
+                if not self._try_swap_in(group, inits):
+                    return
+                continue
             cached = self._try_blocks(group)
             if cached is None:
                 return
@@ -296,7 +317,7 @@ class Scheduler:
         reserve = self._reserve_for(group)
         leader = group.sequences[0]
         row = self.rows.peek()
-        salt = group.request.cache_salt
+        salt = group.cache_salt
         admission = self.manager.admit(row, leader.token_ids, reserve=reserve, salt=salt)
         if admission is None:
             return None
@@ -314,6 +335,37 @@ class Scheduler:
                 return None
             cached.append(shared)
         return cached
+
+    def _try_swap_in(self, group: Group, inits: list[RowInit]) -> bool:
+        """Bring a swapped-out group back; its rows run once the transfer is reported."""
+        assert group.swapped is not None
+        tables = [group.swapped[sequence.index] for sequence in group.sequences]
+        rows = [self.rows.peek(index) for index in range(len(tables))]
+        transfer = self.manager.swap_in(tables, rows, reserve=self._reserve_for(group))
+        if transfer is None:
+            return False
+        self._waiting.popleft()
+        group.swapped = None
+        group.is_arriving = True
+        self._arriving[transfer] = (group, tables)
+        for sequence, table in zip(group.sequences, tables, strict=True):
+            self._take_row(sequence, table.num_computed_tokens)
+            self.rows.last_step[sequence.row] = self._step_id + 1
+            self._awaiting.add(sequence.row)
+            block_ids = self.manager.block_ids(sequence.row)
+            inits.append(sequence.row_init(table.num_computed_tokens, block_ids))
+        return True
+
+    def _arrive(self, transfer: int) -> None:
+        """The blocks of a swapped-in group are there: it goes on."""
+        group, tables = self._arriving.pop(transfer)
+        self.manager.drop_swapped(tables)
+        group.is_arriving = False
+        for row in group.rows:
+            # Only the token that it sampled last is not computed: it decodes, known to the host.
+            self._awaiting.discard(row)
+            self.rows.is_decoding[row] = True
+        self._decode_batch = None
 
     def _take_row(self, sequence: Sequence, num_computed: int) -> None:
         group = sequence.group
@@ -413,11 +465,13 @@ class Scheduler:
         return sequence.group
 
     def _preempt(self, group: Group) -> None:
-        """Take the rows away from a group, which waits to be recomputed: all of it, or nothing.
+        """Take the rows away from a group, which waits to come back: all of it, or nothing.
 
-        Its blocks come back at once, or with the result of the last launched step that names them;
-        tokens of launched steps are kept.
+        Its blocks come back at once, or with the result of the last launched step that names them
+        (the one that swaps them out, maybe); tokens of launched steps are kept.
         """
+        if not self._try_swap_out(group):
+            group.swapped = None
         group.num_preemptions += 1
         self.num_preemptions += 1
         group.is_resuming = True
@@ -425,6 +479,26 @@ class Scheduler:
         for sequence in list(group.sequences):
             self._stop_running(sequence.row)
             self._release_when_processed(sequence.row)
+
+    def _try_swap_out(self, group: Group) -> bool:
+        """Copy a group's blocks to host memory in the plan that is being made, where that is
+        wanted and there is room. What is half-way through its prompt is recomputed."""
+        rows = group.rows
+        if not all(self.rows.is_decoding[row] for row in rows):
+            return False
+        computed = self.rows.num_computed[rows].tolist()
+        blocks = {b for row in rows for b in self.manager.block_ids(row).tolist()}
+        if not self.config.preemption.prefers_swap(len(blocks), sum(computed)):
+            return False
+        tables = self.manager.swap_out(rows, computed)
+        if tables is None:
+            return False
+        group.swapped = {
+            sequence.index: table for sequence, table in zip(group.sequences, tables, strict=True)
+        }
+        self.rows.last_step[rows] = self._step_id + 1
+        self.num_swaps += 1
+        return True
 
     def _retire_row(self, row: int) -> None:
         """The row's sequence has ended: results that still arrive for it are dropped."""
@@ -471,6 +545,8 @@ class Scheduler:
         group = sequence.group
         if self.rows.is_wanted[row]:
             sequence.token_ids = self.rows.token_ids(row)
+        elif group.swapped is not None:
+            self.manager.drop_swapped([group.swapped.pop(sequence.index)])
         sequence.row = -1
         self._sequence_of_row[row] = None
         self.manager.free(row)
@@ -499,17 +575,25 @@ class Scheduler:
         self.manager.commit(launched.batch.rows, launched.batch.num_scheduled_tokens)
         for parent, child in launched.forks:
             self.manager.follow(parent, child)
-        rows, token_ids = launched.sampled_rows, result.token_ids
+        for transfer in result.finished_transfers:
+            self._arrive(transfer)
+        rows, token_ids, logprobs = launched.sampled_rows, result.token_ids, result.logprobs
         wanted: BoolArray = self.rows.is_wanted[rows]
         if not wanted.all():
             rows, token_ids = rows[wanted], token_ids[wanted]
+            logprobs = logprobs and logprobs.only(wanted)
+        prompts = tuple(
+            replace(prompt, owner=int(self.rows.number[prompt.owner]))
+            for prompt in result.prompt_logprobs
+            if self.rows.is_wanted[prompt.owner]
+        )
         ended = self.rows.receive(rows, token_ids)
         if self.manager.prefix_caching:
             self._publish_generated(rows)
         numbers = self.rows.number[rows]
         finished = tuple([self._finish(row) for row in ended.tolist()])
         self._release_processed(launched)
-        return StepOutputs(numbers, token_ids, finished)
+        return StepOutputs(numbers, token_ids, finished, logprobs, prompts)
 
     def fail(self, step_id: int, error: str) -> StepOutputs:
         """The oldest launched step failed: its requests end, everything else goes on."""
@@ -522,6 +606,7 @@ class Scheduler:
             assert sequence is not None
             sequence.group.is_failing = True
         finished = [self._finish(row, FinishReason.ERROR, error) for row in failed]
+        self._give_up_transfers(launched)
         self._release_processed(launched)
         empty = int_array([])
         return StepOutputs(empty.astype(np.int64), empty, tuple(finished))
@@ -530,6 +615,8 @@ class Scheduler:
         """Rows whose computed tokens, all but the last received, fill a block just now."""
         computed = self.rows.num_received[rows] - 1
         for row in rows[computed % self.manager.block_size == 0].tolist():
+            if not self._shares_blocks(row):
+                continue
             count = int(self.rows.num_received[row]) - 1
             self.manager.publish(row, self.rows.first_token_ids(row, count))
 
@@ -558,6 +645,24 @@ class Scheduler:
             blocks |= later
         self.manager.unpublish(blocks)
         return sorted(rows)
+
+    def _give_up_transfers(self, failed: Launched) -> None:
+        """Swaps of a failed step may not have happened: their groups are recomputed."""
+        for command in failed.commands:
+            if isinstance(command, SwapIn):
+                group, tables = self._arriving.pop(command.transfer_id)
+                self.manager.drop_swapped(tables)
+                group.is_arriving = False
+                if group.sequences:
+                    self._preempt(group)
+            elif isinstance(command, SwapOut):
+                for row in list(self._releasing):
+                    sequence = self._sequence_of_row[row]
+                    assert sequence is not None
+                    group = sequence.group
+                    if group.swapped and self.rows.last_step[row] == failed.step_id:
+                        self.manager.drop_swapped(group.swapped.values())
+                        group.swapped = None
 
     def _with_their_groups(self, rows: set[int]) -> set[int]:
         """The rows, and those of the other sequences of their requests."""
@@ -601,8 +706,10 @@ class Scheduler:
         assert self._num_resuming == sum(g.is_resuming for g in groups), "resuming is miscounted"
         for group in groups:
             waits = not group.is_fanned_out and not group.is_resuming and group.rows
-            awaiting = self._awaiting.intersection(group.rows)
-            assert len(awaiting) == (len(group.sequences) - 1 if waits else 0)
+            expected = len(group.sequences) - 1 if waits else 0
+            if group.is_arriving:
+                expected = len(group.sequences)
+            assert len(self._awaiting.intersection(group.rows)) == expected
         assert self._awaiting <= owned, "a row awaits a fan-out for nobody"
         arrivals = [group.arrival for group in self._waiting]
         assert arrivals == sorted(arrivals), "the queue is out of order"

@@ -6,100 +6,189 @@ import time
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
+from octavo import __version__
 from octavo.config import ServerConfig
 from octavo.engine.client import AsyncEngine
+from octavo.server.answers import Detokenized, ModelCard, ModelList, Status, Tokens, Version
 from octavo.server.body import read_body
 from octavo.server.chat import ChatShape, start_chat
 from octavo.server.completions import CompletionShape, start_completion
-from octavo.server.errors import EXPECTED, APIError, ClientGoneError, as_api_error
+from octavo.server.errors import EXPECTED, APIError, ClientGoneError, as_api_error, unavailable
+from octavo.server.gate import Gate, KeyCheck
 from octavo.server.metrics import CONTENT_TYPE, Metrics
-from octavo.server.protocol import ChatRequest, CompletionRequest, decode_request
+from octavo.server.openapi import openapi
+from octavo.server.prompts import detokenize, tokenize
+from octavo.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    R,
+    TokenizeRequest,
+    decode_request,
+)
 from octavo.server.streaming import json_response, respond
 
+# Among the served names: any other name is taken too.
+ANY_NAME = "*"
 # What proxies use for a client that closed the connection; nobody reads it.
 _CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) -> FastAPI:
-    """The application that serves ``engine`` under ``model_name``."""
+def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) -> ASGIApp:
+    """The application that serves ``engine``. ``model_name`` is what the model itself is called."""
     app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, openapi_url=None)
-    metrics = Metrics(lambda: engine.stats)
+    metrics = Metrics(engine)
     engine.observer = metrics
-    card = {
-        "id": model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "octavo",
-        "max_model_len": engine.report.max_model_len,
-    }
+    names = ModelNames(config.served_model_names or (model_name,), model_name)
+    max_model_len = engine.report.max_model_len
+    created = int(time.time())
 
-    def check_model(name: str | None) -> None:
-        if name is not None and name != model_name:
-            raise APIError(
-                f"the model {name[:200]!r} does not exist; this server has {model_name!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+    def card(name: str) -> ModelCard:
+        return ModelCard(name, created, model_name, max_model_len)
+
+    async def read(request: Request, kind: type[R]) -> R:
+        data = await read_body(request, config.max_request_bytes, config.client_timeout_s)
+        return decode_request(data, kind)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        data = await read_body(request, config.max_request_bytes)
-        body = decode_request(data, CompletionRequest)
-        check_model(body.model)
-        return await respond(
-            request,
-            await start_completion(engine, body),
-            CompletionShape(model_name),
-            stream=bool(body.stream),
-            include_usage=body.include_usage,
-        )
+        body = await read(request, CompletionRequest)
+        name = names.check(body.model)
+        generation, echoes = await start_completion(engine, body)
+        metrics.on_choices(body.num_choices)
+        request_id = request.state.request_id
+        shape = CompletionShape(name, request_id, echoes, body.num_choices)
+        return await respond(request, body, generation, shape)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        data = await read_body(request, config.max_request_bytes)
-        body = decode_request(data, ChatRequest)
-        check_model(body.model)
-        return await respond(
-            request,
-            await start_chat(engine, body),
-            ChatShape(model_name),
-            stream=bool(body.stream),
-            include_usage=body.include_usage,
-        )
+        body = await read(request, ChatRequest)
+        name = names.check(body.model)
+        generation = await start_chat(engine, body)
+        metrics.on_choices(body.num_choices)
+        return await respond(request, body, generation, ChatShape(name, request.state.request_id))
+
+    @app.post("/tokenize")
+    async def tokenize_text(request: Request) -> Response:
+        body = await read(request, TokenizeRequest)
+        names.check(body.model)
+        token_ids = await tokenize(body, engine.tokenizer, engine.limits.max_length)
+        return json_response(Tokens(len(token_ids), max_model_len, token_ids))
+
+    @app.post("/detokenize")
+    async def detokenize_ids(request: Request) -> Response:
+        body = await read(request, DetokenizeRequest)
+        names.check(body.model)
+        text = await detokenize(body.tokens, engine.tokenizer, engine.limits.vocab_size)
+        return json_response(Detokenized(text))
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [card]})
+        return json_response(ModelList([card(name) for name in names.listed]))
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        check_model(name)
-        return json_response(card)
+        return json_response(card(names.check(name)))
 
     @app.get("/health")
     async def health() -> Response:
-        if engine.is_healthy:
-            return json_response({"status": "ok"})
-        raise APIError(
-            "the engine is shutting down" if engine.error is None else "the engine is dead",
-            status=503,
-            kind="server_error",
-            code="engine_unavailable",
-        )
+        if problem := _health_problem(engine, config):
+            raise unavailable(problem)
+        return json_response(Status("ok"))
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if problem := _health_problem(engine, config):
+            raise unavailable(problem)
+        if engine.num_outstanding >= engine.max_outstanding:
+            raise unavailable(f"the queue is full: {engine.num_outstanding} requests run or wait")
+        return json_response(Status("ready"))
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response(Version(__version__))
 
     @app.get("/metrics")
     async def metrics_page() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    _add_error_handlers(app)
-    return app
+    description = openapi(
+        vocab_size=engine.limits.vocab_size,
+        max_length=engine.limits.max_length,
+        has_keys=bool(config.api_keys),
+    )
+
+    @app.get("/openapi.json")
+    async def openapi_page() -> Response:
+        return json_response(description)
+
+    add_error_handlers(app)
+    return _guarded(app, config)
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+class ModelNames:
+    """The names that clients may use. ``default`` is what the model itself is called."""
+
+    def __init__(self, served: tuple[str, ...], default: str) -> None:
+        self._takes_any = ANY_NAME in served
+        self.listed = tuple(name for name in served if name != ANY_NAME) or (default,)
+
+    def check(self, name: str | None) -> str:
+        """The name to answer with.
+
+        Raises:
+            APIError: there is no such model here.
+        """
+        if name is None:
+            return self.listed[0]
+        if name in self.listed or self._takes_any:
+            return name
+        listed = ", ".join(repr(known) for known in self.listed)
+        raise APIError(
+            f"the model {name[:200]!r} does not exist; this server has {listed}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _health_problem(engine: AsyncEngine, config: ServerConfig) -> str | None:
+    if engine.error is not None:
+        return "the engine is dead"
+    if not engine.is_healthy:
+        return "the engine is shutting down"
+    if engine.silent_s > config.stall_timeout_s:
+        return (
+            f"the engine makes no progress: it has work and has ended no step for "
+            f"{engine.silent_s:.0f} s"
+        )
+    return None
+
+
+def _guarded(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """Ids and logs outside, so that everything has them; then CORS, whose preflights have no key;
+    then the keys."""
+    if config.api_keys:
+        app = KeyCheck(app, config.api_keys)
+    if config.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    return Gate(app)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer whatever a route raises in OpenAI's shape."""
+
     async def answer(request: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
@@ -116,5 +205,5 @@ def _add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(HTTPException, no_route)
     app.add_exception_handler(ClientGoneError, gone)
-    # Whatever else is raised is a bug: answered with 500, and logged by the server.
+    # Whatever else is raised is a bug: answered with 500 here, and logged by the gate.
     app.add_exception_handler(Exception, answer)

@@ -14,36 +14,46 @@ T = TypeVar("T")
 
 # A body over the limit is read on and thrown away up to this many times the limit: a client that
 # is cut off while it writes does not see the answer.
-_DISCARD_FACTOR = 4
+_DISCARD_FACTOR = 64
+_CLOSE = {"Connection": "close"}
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a JSON request, at most ``limit`` bytes.
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+    """The body of a JSON request, at most ``limit`` bytes, which arrives within ``timeout_s``.
 
     Raises:
-        APIError: it is larger, or is not declared as JSON (which also keeps web pages of other
-            sites from posting to a server on loopback).
+        APIError: it is larger or late, or is not declared as JSON (which also keeps web pages of
+            other sites from posting to a server on loopback).
         ClientGoneError: the connection closed before the end.
     """
     chunks: list[bytes] = []
+    if "100-continue" in request.headers.get("expect", "").lower():
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise _too_large(limit)  # it waits for the answer before it sends
     size = 0
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size <= limit:
-                chunks.append(chunk)
-            else:
-                chunks.clear()
-                if size > _DISCARD_FACTOR * limit:
-                    break
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= limit:
+                    chunks.append(chunk)
+                else:
+                    chunks.clear()
+                    if size > _DISCARD_FACTOR * limit:
+                        break
     except ClientDisconnect as error:
         raise ClientGoneError from error
+    except TimeoutError:
+        if size <= limit:
+            raise APIError(
+                f"the body did not arrive within {timeout_s:g} s; send it faster",
+                status=408,
+                code="request_timeout",
+                headers=_CLOSE,
+            ) from None
     if size > limit:
-        raise APIError(
-            f"the body is larger than {limit} bytes; send less (the server's max_request_bytes)",
-            status=413,
-            code="request_too_large",
-        )
+        raise _too_large(limit)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise APIError(
@@ -52,6 +62,15 @@ async def read_body(request: Request, limit: int) -> bytes:
             code="unsupported_media_type",
         )
     return b"".join(chunks)
+
+
+def _too_large(limit: int) -> APIError:
+    return APIError(
+        f"the body is larger than {limit} bytes; send less (the server's --max-request-bytes)",
+        status=413,
+        code="request_too_large",
+        headers=_CLOSE,
+    )
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -16,6 +16,8 @@ from octavo.text.chat_template import ChatTemplateError
 from octavo.text.tokenizer import TokenizerError
 
 INVALID = "invalid_request_error"
+# Fields that only the engine's limits can judge; its messages start with them.
+_ENGINE_FIELDS = ("stop_token_ids", "logit_bias")
 
 
 class APIError(Exception):
@@ -55,6 +57,10 @@ class APIError(Exception):
         )
 
 
+def unavailable(message: str) -> APIError:
+    return APIError(message, status=503, kind="server_error", code="engine_unavailable")
+
+
 class ClientGoneError(Exception):
     """The client closed the connection; nobody reads the answer."""
 
@@ -69,7 +75,8 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, ChatTemplateError):
         return APIError(text, param="messages")
     if isinstance(error, RequestError | TokenizerError):
-        return APIError(text)
+        field = text.partition(":")[0]
+        return APIError(text, param=field if field in _ENGINE_FIELDS else None)
     if isinstance(error, QueueFullError):
         return APIError(
             text,
@@ -79,7 +86,7 @@ def as_api_error(error: Exception) -> APIError:
             headers={"Retry-After": "1"},
         )
     if isinstance(error, EngineDeadError):
-        return APIError(text, status=503, kind="server_error", code="engine_unavailable")
+        return unavailable(text)
     return APIError(
         "the server met an internal error; its log says more",
         status=500,

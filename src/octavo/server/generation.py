@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from octavo.core.request import FinishReason
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import MAX_SEED, SamplingParams
 from octavo.engine.client import AsyncEngine
 from octavo.engine.output import OutputDelta
 from octavo.engine.stream import RequestStream
+from octavo.server.answers import Usage
 from octavo.server.errors import APIError
-from octavo.server.protocol import Usage
 
 
 @dataclass(slots=True)
@@ -28,32 +29,40 @@ class Result:
 
 
 class Generation:
-    """One stream for each choice, in the order of the prompts.
+    """``n`` choices for each prompt, in the order of the prompts: choice ``i`` answers prompt
+    ``i // n``. With a seed, each prompt's choices have the seeds ``seed, seed + 1, ...``.
 
     Raises:
         RequestError, QueueFullError, EngineDeadError: a prompt was refused; none has been kept.
+        APIError: there are more choices than the engine ever takes.
     """
 
     def __init__(
-        self, engine: AsyncEngine, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self,
+        engine: AsyncEngine,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        n: int = 1,
     ) -> None:
+        room = engine.max_outstanding
+        if len(prompts) * n > room:
+            raise APIError(
+                f"the request asks for {len(prompts) * n} choices ({len(prompts)} prompts, n {n}), "
+                f"more than the {room} that this server runs and queues; ask for fewer",
+                param="n" if n > 1 else "prompt",
+            )
+        self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self._streams: list[RequestStream] = []
         try:
             for prompt in prompts:
-                self._streams.append(engine.submit(prompt, params))
+                for index in range(n):
+                    self._streams.append(engine.submit(prompt, _with_seed(params, index)))
         except BaseException:
             self.abort()
             raise
 
-    @property
-    def num_choices(self) -> int:
-        return len(self._streams)
-
     def usage(self) -> Usage:
-        return Usage.of(
-            sum(stream.num_prompt_tokens for stream in self._streams),
-            sum(stream.num_tokens for stream in self._streams),
-        )
+        return Usage.of(self._num_prompt_tokens, sum(stream.num_tokens for stream in self._streams))
 
     def abort(self) -> None:
         """End what still runs."""
@@ -90,6 +99,59 @@ class Generation:
         finally:
             self.abort()
         return results
+
+    def summary(self) -> dict[str, Any]:
+        """What the log says of it: counts, reasons and the longest times. No text."""
+        usage = self.usage()
+        reasons = {str(stream.finish_reason) for stream in self._streams if stream.finish_reason}
+        lives = [stream.life() for stream in self._streams]
+        times: dict[str, float] = {}
+        for name in ("queue_s", "prefill_s", "decode_s"):
+            known = [value for life in lives if (value := getattr(life, name)) is not None]
+            if known:
+                times[name] = round(max(known), 4)
+        return {
+            "choices": max(1, len(self._streams)),
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "finish_reason": ",".join(sorted(reasons)) or None,
+            **times,
+        }
+
+
+class EchoedPrompts(Generation):
+    """Generates nothing: the answer to ``max_tokens`` 0 with ``echo``.
+
+    Raises:
+        RequestError: a prompt could not be served either way.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        n: int = 1,
+    ) -> None:
+        for prompt in prompts:
+            engine.resolve(prompt, replace(params, max_tokens=1))
+        super().__init__(engine, (), params)
+        self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self._num_choices = len(prompts) * n
+
+    async def deltas(self) -> AsyncIterator[tuple[int, OutputDelta]]:
+        for index in range(self._num_choices):
+            yield index, OutputDelta("", (), FinishReason.LENGTH)
+
+    async def results(self) -> list[Result]:
+        return [Result(FinishReason.LENGTH) for _ in range(self._num_choices)]
+
+
+def _with_seed(params: SamplingParams, index: int) -> SamplingParams:
+    if params.seed is None or not index:
+        return params
+    seed = params.seed + index
+    return replace(params, seed=seed if seed <= MAX_SEED else seed - 2 * (MAX_SEED + 1))
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, OutputDelta]]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from octavo.core.request import ContextLengthError
 from octavo.server.errors import APIError
+from octavo.server.protocol import TokenizeRequest
 from octavo.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -38,8 +39,77 @@ async def completion_prompts(
     ]
 
 
+async def prompt_texts(prompt: Prompt, tokenizer: Tokenizer | None) -> list[str]:
+    """Each prompt as text, to be echoed.
+
+    Raises:
+        APIError: there are token ids and no tokenizer.
+    """
+    items = _prompt_list(prompt)
+    if tokenizer is None and not all(isinstance(item, str) for item in items):
+        raise APIError("this model has no tokenizer; leave echo out", param="echo")
+
+    def text(item: str | list[int]) -> str:
+        if isinstance(item, str):
+            return item
+        assert tokenizer is not None
+        return tokenizer.decode(item)
+
+    num_parts = sum(len(item) for item in items)
+    return await _maybe_on_thread(num_parts, lambda: [text(item) for item in items])
+
+
+async def tokenize(
+    body: TokenizeRequest, tokenizer: Tokenizer | None, max_length: int
+) -> list[int]:
+    """The token ids of a text or a conversation.
+
+    Raises:
+        APIError: neither or both are given, or there is no tokenizer; else as `chat_prompt`.
+    """
+    if (body.prompt is None) == (body.messages is None):
+        raise APIError("send either prompt or messages", param="prompt")
+    if body.messages is not None:
+        return await chat_prompt(
+            body.messages,
+            tokenizer,
+            max_length,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+    assert body.prompt is not None
+    with_special = body.add_special_tokens is not False
+    return await _encode_text(body.prompt, tokenizer, max_length, with_special)
+
+
+async def detokenize(token_ids: Sequence[int], tokenizer: Tokenizer | None, vocab_size: int) -> str:
+    """The text of token ids, special tokens spelled out.
+
+    Raises:
+        APIError: an id is out of range, or there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise APIError("this model has no tokenizer", param="tokens")
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise APIError(
+                f"token id {_short(token_id)} is out of range: the model's vocabulary has ids 0 to "
+                f"{vocab_size - 1}",
+                param="tokens",
+            )
+    decode = tokenizer.decode
+    return await _maybe_on_thread(
+        len(token_ids), lambda: decode(token_ids, skip_special_tokens=False)
+    )
+
+
 async def chat_prompt(
-    messages: Sequence[Mapping[str, Any]] | None, tokenizer: Tokenizer | None, max_length: int
+    messages: Sequence[Mapping[str, Any]] | None,
+    tokenizer: Tokenizer | None,
+    max_length: int,
+    *,
+    add_generation_prompt: bool = True,
+    add_special_tokens: bool = False,
 ) -> list[int]:
     """The token ids of a conversation, up to where the assistant's answer begins.
 
@@ -60,7 +130,11 @@ async def chat_prompt(
     num_chars = sum(_num_chars(message) for message in messages)
     _check_length(num_chars, max_length)
     return await _maybe_on_thread(
-        num_chars, lambda: encode(template.render(messages), add_special_tokens=False)
+        num_chars,
+        lambda: encode(
+            template.render(messages, add_generation_prompt=add_generation_prompt),
+            add_special_tokens=add_special_tokens,
+        ),
     )
 
 
@@ -84,12 +158,14 @@ def _prompt_list(prompt: Prompt) -> list[str | list[int]]:
     return prompt  # type: ignore[return-value]
 
 
-async def _encode_text(text: str, tokenizer: Tokenizer | None, max_length: int) -> list[int]:
+async def _encode_text(
+    text: str, tokenizer: Tokenizer | None, max_length: int, add_special_tokens: bool = True
+) -> list[int]:
     if tokenizer is None:
         raise APIError("this model has no tokenizer; send token ids as prompt", param="prompt")
     _check_length(len(text), max_length)
     encode = tokenizer.encode
-    return await _maybe_on_thread(len(text), lambda: encode(text))
+    return await _maybe_on_thread(len(text), lambda: encode(text, add_special_tokens))
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]] | None) -> None:
@@ -123,6 +199,10 @@ def _check_length(num_chars: int, max_length: int) -> None:
             f"the prompt has {num_chars} characters, far more than {max_length} tokens, the most "
             "that fit; shorten it"
         )
+
+
+def _short(number: int) -> str:
+    return str(number) if abs(number) < 10**30 else "of many digits"
 
 
 async def _maybe_on_thread(num_chars: int, work: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's API: what is read, what is refused, what is answered.
+"""The bodies of OpenAI's API that are read: which fields there are and what is refused.
 
 msgspec structs: strict types, no NaN, the first error only, so that a hostile body costs no more
 than its length. Unknown fields are ignored; known ones that would change the output and are not
@@ -8,23 +8,31 @@ supported are refused by name.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
 from octavo.core.sampling_params import SamplingParams
 from octavo.server.errors import APIError
 
+MAX_CHOICES = 128
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "ignore_eos",
+    "logit_bias",
+)
+
 # Field -> values that ask for nothing. Everything else is refused.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (0,),
-    "logit_bias": ({},),
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
@@ -68,11 +76,20 @@ else:
 
 
 class StreamOptions(msgspec.Struct):
+    """``continuous_usage_stats`` (vLLM's) puts the usage so far into every chunk."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class _Request(_Unsupported, kw_only=True):
+class GenerationRequest(_Unsupported, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    # Fields of UNSUPPORTED that a subclass supports.
+    supported: ClassVar[frozenset[str]] = frozenset()
+
     model: str | None = None
+    n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -82,6 +99,7 @@ class _Request(_Unsupported, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    logit_bias: dict[int, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -89,11 +107,22 @@ class _Request(_Unsupported, kw_only=True):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def num_choices(self) -> int:
+        """For each prompt."""
+        return 1 if self.n is None else self.n
+
     def refuse_unsupported(self) -> None:
         """Raises `APIError` naming a field that asks for something that is not supported."""
         for name, harmless in UNSUPPORTED.items():
             value = getattr(self, name)
-            if value is None or any(value == v and type(value) is type(v) for v in harmless):
+            if value is None or name in self.supported:
+                continue
+            if any(value == v and type(value) is type(v) for v in harmless):
                 continue
             allowed = " or ".join(msgspec.json.encode(v).decode() for v in harmless[:1])
             raise APIError(
@@ -102,6 +131,8 @@ class _Request(_Unsupported, kw_only=True):
                 param=name,
                 code="unsupported_parameter",
             )
+        if not 1 <= self.num_choices <= MAX_CHOICES:
+            raise APIError(f"n must be from 1 to {MAX_CHOICES}, got {self.n}", param="n")
         if self.stream_options is not None and not self.stream:
             raise APIError(
                 "stream_options needs stream: true; send it or leave stream_options out",
@@ -110,11 +141,7 @@ class _Request(_Unsupported, kw_only=True):
 
     def sampling_params(self, max_tokens: int | None) -> SamplingParams:
         """Raises `APIError` naming the field that is out of range."""
-        given = {
-            name: value
-            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
-            if (value := getattr(self, name)) is not None
-        }
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         stop = self.stop or ()
         try:
             return SamplingParams(
@@ -127,18 +154,51 @@ class _Request(_Unsupported, kw_only=True):
             raise APIError(_short_text(str(error)), param=_field_of(str(error))) from error
 
 
-class CompletionRequest(_Request, kw_only=True):
-    """``prompt``: a text, token ids, or a list of either."""
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """A body of ``POST /v1/completions``; ``prompt`` is a text, token ids, or a list of either."""
+
+    supported: ClassVar[frozenset[str]] = frozenset({"echo"})
 
     prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise APIError(
+                f"best_of {self.best_of} is not supported; leave best_of out or send n",
+                param="best_of",
+                code="unsupported_parameter",
+            )
 
 
-class ChatRequest(_Request, kw_only=True):
+class ChatRequest(GenerationRequest, kw_only=True):
+    """A body of ``POST /v1/chat/completions``. ``max_tokens`` is the older name of
+    ``max_completion_tokens``, which wins."""
+
     messages: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None
 
 
-R = TypeVar("R", bound=_Request)
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """A body of ``POST /tokenize``: ``prompt`` or ``messages``, as the two endpoints read them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """A body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 def decode_request(body: bytes, kind: type[R]) -> R:
@@ -151,8 +211,8 @@ def decode_request(body: bytes, kind: type[R]) -> R:
     try:
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        problem, _, place = str(error).partition(" - at `$")
-        place = place.rstrip("`").lstrip(".")
+        problem, _, place = str(error).partition(" - at ")
+        place = place.rpartition("`$")[2].rstrip("`").lstrip(".")
         param = re.split(r"[.\[]", place, maxsplit=1)[0] or None
         text = f"{place}: {problem}" if place else f"the body: {problem}"
         raise APIError(_short_text(text), param=param) from error
@@ -160,15 +220,16 @@ def decode_request(body: bytes, kind: type[R]) -> R:
         raise APIError(_short_text(f"the body is not valid JSON: {error}")) from error
     except RecursionError:
         raise APIError("the body is nested too deeply") from None
-    request.refuse_unsupported()
+    if isinstance(request, GenerationRequest):
+        request.refuse_unsupported()
     return request
 
 
 def _field_of(message: str) -> str | None:
     """The field that a message of `SamplingParams` is about."""
-    for name in ("max_tokens", "stop_token_ids", *_Request.__struct_fields__):
-        if message.startswith(name):
-            return name
+    name = message.split(maxsplit=1)[0].rstrip(":")
+    if name in GenerationRequest.__struct_fields__:
+        return name
     return "stop" if "stop string" in message else None
 
 
@@ -179,59 +240,3 @@ def _short(value: object) -> str:
 
 def _short_text(text: str) -> str:
     return text if len(text) <= 500 else text[:497] + "..."
-
-
-# ── answers ──────────────────────────────────────────────────────────────────────────────────────
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-    @classmethod
-    def of(cls, num_prompt_tokens: int, num_tokens: int) -> Usage:
-        return cls(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens)
-
-
-class CompletionChoice(msgspec.Struct):
-    index: int
-    text: str
-    logprobs: None = None
-    finish_reason: str | None = None
-
-
-class ChatMessage(msgspec.Struct):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: ChatMessage
-    logprobs: None = None
-    finish_reason: str | None = None
-
-
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-
-
-class ChatChunkChoice(msgspec.Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: None = None
-    finish_reason: str | None = None
-
-
-class Answer(msgspec.Struct):
-    """A whole response or a chunk. ``usage`` is left out where nobody asked for it."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[Any]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET

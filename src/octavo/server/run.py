@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
+import resource
 import shlex
 import signal
 import socket
@@ -14,19 +16,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from octavo.config import ConfigError, EngineConfig, ServerConfig
+from octavo.engine.background import in_thread
 from octavo.engine.child import COMMAND
-from octavo.engine.client import AsyncEngine, in_thread
-from octavo.model_store import KNOWN_MODELS, ensure_model
-from octavo.server.app import create_app
+from octavo.engine.client import AsyncEngine
+from octavo.engine.logs import configure_logs
+from octavo.model_store import KNOWN_MODELS, ensure_model, hub_name
+from octavo.server.app import ANY_NAME, create_app
+from octavo.server.connections import limited_protocol
 from octavo.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _MAX_HEADER_BYTES = 64 * 1024
 # Beyond the drain: time to write the last answers.
 _LAST_ANSWERS_S = 5
+_TICK_S = 1.0
+_OTHER_DESCRIPTORS = 256
 _HURRIED_ANSWERS_S = 1
 
 
@@ -45,6 +54,8 @@ def serve(
         ModelStoreError, TokenizerError, ChatTemplateError: the model's files are not usable.
         EngineStartError: the engine could not start.
     """
+    configure_logs(server_config.log_format, server_config.log_level)
+    _allow_descriptors(2 * server_config.max_connections)
     with contextlib.closing(listen(server_config.host, server_config.port)) as listener:
         asyncio.run(_serve(engine_config, server_config, listener, engine_command))
     return 0
@@ -78,10 +89,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 def model_name_of(engine_config: EngineConfig, server_config: ServerConfig) -> str:
     """What clients call the model: as configured, a known name, or its file's or folder's name."""
-    if server_config.served_model_name:
-        return server_config.served_model_name
+    for name in server_config.served_model_names:
+        if name != ANY_NAME:
+            return name
     if engine_config.model in KNOWN_MODELS:
         return engine_config.model
+    if (hub := hub_name(engine_config.model)) is not None:
+        return hub.repo
     path = Path(engine_config.model).expanduser().resolve()
     return path.name.removesuffix(".gguf") or engine_config.model
 
@@ -94,7 +108,7 @@ async def _serve(
 ) -> None:
     stop = _Stop()
     name = model_name_of(engine_config, server_config)
-    starting = asyncio.create_task(_start_engine(engine_config, engine_command))
+    starting = asyncio.create_task(_start_engine(engine_config, server_config, engine_command))
     stopping = asyncio.create_task(stop.first.wait())
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,9 +125,12 @@ async def _serve(
 
         def announce() -> None:
             print(replace(engine.report, model=name), flush=True)
-            print(f"Listening on {url}. Try:\n{_curl(url, name, engine.tokenizer)}", flush=True)
+            curl = _curl(url, name, engine.tokenizer, bool(server_config.api_keys))
+            print(f"Listening on {url}. Try:\n{curl}", flush=True)
+            if server_config.log_format == "json":
+                logger.info("ready", extra=engine.report.fields() | {"model": name, "url": url})
 
-        server = _Server(app, server_config.drain_timeout_s, announce)
+        server = _Server(app, server_config, announce)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         closing = asyncio.create_task(_close_on_signal(stop, server, engine, server_config))
         try:
@@ -125,7 +142,9 @@ async def _serve(
         await engine.close()
 
 
-async def _start_engine(config: EngineConfig, command: Sequence[str]) -> AsyncEngine:
+async def _start_engine(
+    config: EngineConfig, server_config: ServerConfig, command: Sequence[str]
+) -> AsyncEngine:
     """Fetch the model where it is a known one, then load it and its tokenizer side by side."""
     path = await in_thread(lambda: ensure_model(config.model))
 
@@ -137,14 +156,20 @@ async def _start_engine(config: EngineConfig, command: Sequence[str]) -> AsyncEn
                 return None
             raise
 
-    return await AsyncEngine.start(replace(config, model=str(path)), load, command=command)
+    return await AsyncEngine.start(
+        replace(config, model=str(path)),
+        load,
+        command=command,
+        log_format=server_config.log_format,
+        log_level=_engine_log_level(server_config.log_level),
+    )
 
 
 async def _close_on_signal(
     stop: _Stop, server: _Server, engine: AsyncEngine, config: ServerConfig
 ) -> None:
     await stop.first.wait()
-    server.should_exit = True
+    server.exit()
     drain = asyncio.create_task(engine.close(config.drain_timeout_s))
     second = asyncio.create_task(stop.second.wait())
     try:
@@ -175,12 +200,10 @@ class _Stop:
 class _Server(uvicorn.Server):
     """Uvicorn without its own signal handling, which ends the process by the signal's death."""
 
-    def __init__(
-        self, app: FastAPI, drain_timeout_s: float, on_started: Callable[[], None]
-    ) -> None:
+    def __init__(self, app: ASGIApp, limits: ServerConfig, on_started: Callable[[], None]) -> None:
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=limited_protocol(limits.max_connections, limits.client_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -189,10 +212,23 @@ class _Server(uvicorn.Server):
             proxy_headers=False,
             backlog=_BACKLOG,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-            timeout_graceful_shutdown=math.ceil(drain_timeout_s) + _LAST_ANSWERS_S,
+            timeout_graceful_shutdown=math.ceil(limits.drain_timeout_s) + _LAST_ANSWERS_S,
         )
         super().__init__(config)
         self._on_started = on_started
+        self._exit = asyncio.Event()
+
+    def exit(self) -> None:
+        """Stop listening, and end once the connections have."""
+        self.should_exit = True
+        self._exit.set()
+
+    async def main_loop(self) -> None:
+        """Wakes once a second, for the answers' Date, where uvicorn's wakes ten times."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._exit.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -213,7 +249,7 @@ def _url(host: str, listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _curl(url: str, model: str, tokenizer: Tokenizer | None) -> str:
+def _curl(url: str, model: str, tokenizer: Tokenizer | None, has_keys: bool) -> str:
     """A command that works as it stands."""
     body: dict[str, object] = {"model": model}
     if tokenizer is not None and tokenizer.chat_template is not None:
@@ -225,4 +261,21 @@ def _curl(url: str, model: str, tokenizer: Tokenizer | None) -> str:
         path, body["prompt"] = "/v1/completions", [1, 2, 3]
     body["max_tokens"] = 32
     data = shlex.quote(json.dumps(body))
-    return f"curl {url}{path} -H 'Content-Type: application/json' -d {data}"
+    key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
+    return f"curl {url}{path} -H 'Content-Type: application/json'{key} -d {data}"
+
+
+def _engine_log_level(level: str) -> str:
+    """Requests are the front end's to log: at its level info the engine tells what is wrong."""
+    return "warning" if level == "info" else level
+
+
+def _allow_descriptors(count: int) -> None:
+    """Raise the limit of open files for ``count`` connections, as far as this user may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

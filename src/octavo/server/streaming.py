@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -13,10 +13,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.engine.output import OutputDelta
+from octavo.server.answers import Answer, Usage
 from octavo.server.body import until_gone
 from octavo.server.errors import EXPECTED, as_api_error
 from octavo.server.generation import Generation, Result
-from octavo.server.protocol import Answer, Usage
+from octavo.server.protocol import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +27,16 @@ _encode = msgspec.json.Encoder().encode
 class Shape(Protocol):
     """How one endpoint spells its answers."""
 
-    def answer(self, results: Sequence[Result], usage: Usage) -> Answer: ...
+    def answer(self, results: Sequence[Result], usage: Usage) -> Answer[Any]: ...
 
-    def chunks(self, index: int, delta: OutputDelta, *, is_first: bool) -> list[Answer]:
+    def chunks(self, index: int, delta: OutputDelta, *, is_first: bool) -> Sequence[Answer[Any]]:
         """What is sent for a delta; nothing when it adds nothing to see."""
 
-    def usage_chunk(self, usage: Usage) -> Answer: ...
+    def usage_chunk(self, usage: Usage) -> Answer[Any]: ...
 
 
 async def respond(
-    request: Request, generation: Generation, shape: Shape, *, stream: bool, include_usage: bool
+    request: Request, body: GenerationRequest, generation: Generation, shape: Shape
 ) -> Response:
     """Run a generation to its answer. It ends when the client leaves.
 
@@ -44,8 +45,9 @@ async def respond(
     Raises:
         ClientGoneError: the client left before the answer began.
     """
+    request.state.generation = generation
     try:
-        if not stream:
+        if not body.stream:
             results = await until_gone(request, generation.results())
             return json_response(shape.answer(results, generation.usage()))
         deltas = generation.deltas()
@@ -53,7 +55,7 @@ async def respond(
     except BaseException:
         generation.abort()
         raise
-    return EventStream(_events(generation, shape, first, deltas, include_usage))
+    return EventStream(_events(generation, shape, first, deltas, body))
 
 
 def json_response(answer: object) -> Response:
@@ -114,14 +116,17 @@ async def _events(
     shape: Shape,
     first: tuple[int, OutputDelta],
     rest: AsyncIterator[tuple[int, OutputDelta]],
-    include_usage: bool,
+    body: GenerationRequest,
 ) -> AsyncGenerator[bytes, None]:
     started: set[int] = set()
 
     def event(index: int, delta: OutputDelta) -> bytes:
         chunks = shape.chunks(index, delta, is_first=index not in started)
         started.add(index)
-        if include_usage:
+        if body.continuous_usage:
+            for chunk in chunks:
+                chunk.usage = generation.usage()
+        elif body.include_usage:
             for chunk in chunks:
                 chunk.usage = None
         return b"".join([_sse(_encode(chunk)) for chunk in chunks])
@@ -131,7 +136,7 @@ async def _events(
         async for index, delta in rest:
             if data := event(index, delta):
                 yield data
-        if include_usage:
+        if body.include_usage:
             yield _sse(_encode(shape.usage_chunk(generation.usage())))
     except Exception as error:
         if not isinstance(error, EXPECTED):

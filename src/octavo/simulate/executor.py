@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.core.plan import IntArray, KVCapacity, StepPlan, StepResult
+from octavo.core.plan import IntArray, KVCapacity, StepPlan, StepResult, SwapIn
 
 TokenSource = Callable[[StepPlan, IntArray], IntArray]
 
@@ -53,9 +53,10 @@ class SimulatedExecutor:
         plan = self._launched.popleft()
         self.now_s += self._latency.step_seconds(plan)
         rows = plan.sampled_rows()
+        arrived = tuple(c.transfer_id for c in plan.commands if isinstance(c, SwapIn))
         if self._tokens is None:
-            return StepResult(plan.step_id, np.zeros(len(rows), dtype=np.int32))
-        return StepResult(plan.step_id, self._tokens(plan, rows))
+            return StepResult(plan.step_id, np.zeros(len(rows), dtype=np.int32), arrived)
+        return StepResult(plan.step_id, self._tokens(plan, rows), arrived)
 
     def close(self) -> None:
         self._launched.clear()

@@ -1,0 +1,121 @@
+"""The bodies that the API answers with, as msgspec structs. Knows no requests and no engine."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """``cached_tokens`` were found in the KV cache and not computed."""
+
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, num_prompt_tokens: int, num_tokens: int) -> Usage:
+        total = num_prompt_tokens + num_tokens
+        return cls(num_prompt_tokens, num_tokens, total, PromptTokensDetails())
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+Choice = TypeVar("Choice")
+
+
+class Answer(msgspec.Struct, Generic[Choice]):
+    """A whole response or a chunk. ``usage`` is left out where nobody asked for it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ModelCard(msgspec.Struct):
+    """``root`` is the model itself where ``id`` is one of its names."""
+
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "octavo"
+    parent: None = None
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class Tokens(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+class Status(msgspec.Struct):
+    status: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class ErrorDetail(msgspec.Struct):
+    """``param`` names the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct):
+    error: ErrorDetail

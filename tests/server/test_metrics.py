@@ -1,0 +1,95 @@
+"""Metrics by vLLM's names, counted exactly. The page passes ``promtool check metrics``."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import httpx
+import pytest
+from tiny_server import TinyServer
+
+# Every metric of vLLM's that makes sense here, with octavo_ for vllm:.
+NAMES = (
+    "octavo_num_requests_running",
+    "octavo_num_requests_waiting",
+    "octavo_kv_cache_usage_perc",
+    "octavo_num_preemptions_total",
+    "octavo_prompt_tokens_total",
+    "octavo_generation_tokens_total",
+    'octavo_request_success_total{finished_reason="stop"}',
+    'octavo_request_success_total{finished_reason="length"}',
+    'octavo_request_success_total{finished_reason="abort"}',
+    'octavo_request_success_total{finished_reason="error"}',
+)
+HISTOGRAMS = (
+    "octavo_time_to_first_token_seconds",
+    "octavo_inter_token_latency_seconds",
+    "octavo_request_time_per_output_token_seconds",
+    "octavo_e2e_request_latency_seconds",
+    "octavo_request_queue_time_seconds",
+    "octavo_request_prefill_time_seconds",
+    "octavo_request_decode_time_seconds",
+    "octavo_request_inference_time_seconds",
+    "octavo_request_prompt_tokens",
+    "octavo_request_generation_tokens",
+    "octavo_request_params_max_tokens",
+    "octavo_request_params_n",
+)
+
+
+def test_all_names_are_there_from_the_start(server: TinyServer) -> None:
+    metrics = server.metrics()
+    for name in (*NAMES, *(f"{name}_count" for name in HISTOGRAMS)):
+        assert name in metrics
+    assert metrics["octavo_engine_process_resident_memory_bytes"] > 2**20
+    assert metrics["process_open_fds"] > 3
+    assert not any(":" in name.partition("{")[0] for name in metrics)
+    (info,) = [name for name in metrics if name.startswith("octavo_cache_config_info")]
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', info))
+    assert int(labels["num_tokens"]) == int(labels["num_blocks"]) * int(labels["block_size"])
+
+
+def test_counts_of_two_choices_a_refusal_and_a_stop_are_exact(server: TinyServer) -> None:
+    url = f"{server.url}/v1/completions"
+    before = server.wait_idle()
+    body = {"prompt": "abcd", "max_tokens": 9, "temperature": 0}
+    text = httpx.post(url, json=body | {"n": 2}).json()["choices"][0]["text"]
+    stopped = httpx.post(url, json=body | {"max_tokens": 50, "stop": text[4]})
+    num_stopped = stopped.json()["usage"]["completion_tokens"]
+    httpx.post(url, json=body | {"prompt": ""})
+    httpx.post(url, json=body | {"max_tokens": 0, "echo": True})
+    after = server.wait_idle()
+    changes = {name: after[name] - before[name] for name in NAMES if after[name] != before[name]}
+    assert changes == {
+        "octavo_prompt_tokens_total": 3 * 4,
+        "octavo_generation_tokens_total": 2 * 9 + num_stopped,
+        'octavo_request_success_total{finished_reason="stop"}': 1,
+        'octavo_request_success_total{finished_reason="length"}': 2,
+    }
+
+    def grown(name: str) -> float:
+        return after[name] - before[name]
+
+    for name in HISTOGRAMS:
+        if name not in ("octavo_inter_token_latency_seconds", "octavo_request_params_n"):
+            assert grown(f"{name}_count") == 3, name
+    assert grown("octavo_inter_token_latency_seconds_count") == 2 * 8 + num_stopped - 1
+    assert grown("octavo_request_params_n_count") == 3  # the echo is a request too
+    assert grown("octavo_request_params_n_sum") == 4
+    assert grown("octavo_request_prompt_tokens_sum") == 12
+    assert grown("octavo_request_generation_tokens_sum") == 18 + num_stopped
+    assert grown("octavo_request_params_max_tokens_sum") == 9 + 9 + 50
+    parts = [f"octavo_request_{part}_time_seconds_sum" for part in ("queue", "prefill", "decode")]
+    whole = grown("octavo_e2e_request_latency_seconds_sum")
+    assert 0 < sum(map(grown, parts)) <= whole * 1.01
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's prometheus has promtool")
+def test_promtool_finds_nothing(server: TinyServer) -> None:
+    page = httpx.get(f"{server.url}/metrics").text
+    found = subprocess.run(
+        ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")

@@ -1,0 +1,78 @@
+"""The server's options: what the command line passes on, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo.cli import app
+from octavo.config import ConfigError, EngineConfig, ServerConfig
+from octavo.server import run
+from octavo.server.run import model_name_of
+
+
+def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def serve(engine: EngineConfig, server: ServerConfig) -> int:
+        seen.append(server)
+        return 0
+
+    monkeypatch.setattr(run, "serve", serve)
+    monkeypatch.setenv("OCTAVO_API_KEY", "from-the-environment")
+    options = (
+        "--host ::1 --port 9 --served-model-name a --served-model-name * --cors-origin https://x "
+        "--drain-timeout 1 --stall-timeout 2 --client-timeout 3 --max-request-bytes 4096 "
+        "--max-connections 5 --log-format json --log-level debug"
+    )
+    expected = ServerConfig(
+        host="::1",
+        port=9,
+        served_model_names=("a", "*"),
+        api_keys=("from-the-environment",),
+        cors_origins=("https://x",),
+        drain_timeout_s=1,
+        stall_timeout_s=2,
+        client_timeout_s=3,
+        max_request_bytes=4096,
+        max_connections=5,
+        log_format="json",
+        log_level="debug",
+    )
+    runner = CliRunner()
+    result = runner.invoke(app, ["serve", "model", *options.split()])
+    assert (result.exit_code, result.output) == (0, "")
+    runner.invoke(app, ["serve", "model", "--api-key", "one", "--api-key", "two"])
+    assert seen[0] == expected
+    assert seen[1].api_keys == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("served_model_names", "name"),
+        ("served_model_names", ("",)),
+        ("api_keys", (1,)),
+        ("cors_origins", ("",)),
+        ("stall_timeout_s", 0.0),
+        ("client_timeout_s", float("nan")),
+        ("drain_timeout_s", 1e9),
+        ("max_connections", 0),
+        ("log_format", "xml"),
+        ("log_level", "loud"),
+    ],
+)
+def test_a_wrong_option_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=field):
+        ServerConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [((), "folder"), (("*",), "folder"), (("*", "a", "b"), "a")],
+)
+def test_the_model_is_called_by_its_first_name(names: tuple[str, ...], expected: str) -> None:
+    config = EngineConfig(model="/somewhere/folder")
+    assert model_name_of(config, ServerConfig(served_model_names=names)) == expected

@@ -73,6 +73,13 @@ def serve(
     max_connections: Annotated[
         int, typer.Option(help="Connections at once; more are answered 503.")
     ] = _SERVER.max_connections,
+    admin_endpoints: Annotated[
+        bool,
+        typer.Option(
+            "--admin-endpoints",
+            help="Serve administrative endpoints, such as POST /reset_prefix_cache.",
+        ),
+    ] = False,
     log_format: Annotated[str, typer.Option(help="text or json.")] = _SERVER.log_format,
     log_level: Annotated[
         str, typer.Option(help="debug, info (a line for each request), warning or error.")
@@ -84,6 +91,8 @@ def serve(
     block_size: options.BlockSize = DEFAULTS.block_size,
     kv_memory: options.KVMemory = DEFAULTS.kv_memory,
     prefix_caching: options.PrefixCaching = DEFAULTS.prefix_caching,
+    preemption: options.Preemption = DEFAULTS.preemption,
+    swap_memory: options.SwapMemory = DEFAULTS.swap_memory,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = DEFAULTS.max_num_seqs,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
@@ -103,6 +112,8 @@ def serve(
             block_size=block_size,
             kv_memory=kv_memory,
             prefix_caching=prefix_caching,
+            preemption=preemption,
+            swap_memory=swap_memory,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -122,6 +133,7 @@ def serve(
             client_timeout_s=client_timeout,
             max_request_bytes=max_request_bytes,
             max_connections=max_connections,
+            admin_endpoints=admin_endpoints,
             log_format=log_format,
             log_level=log_level,
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+PREEMPTION_MODES = ("recompute", "swap", "auto")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 KV_MANAGERS = ("paged",)
 WEIGHT_MODES = ("auto", "bf16", "int8", "int4")
@@ -58,6 +59,23 @@ class KVMemory:
         )
 
 
+def parse_size(name: str, text: str) -> int:
+    """Bytes of ``0`` or a size such as ``512MiB``.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if text.strip() == "0":
+        return 0
+    try:
+        num_bytes = KVMemory.parse(text).num_bytes
+    except ConfigError:
+        num_bytes = None
+    if num_bytes is None:
+        raise ConfigError(f"{name} must be 0 or a size such as 512MiB or 4GiB, got {text!r}")
+    return num_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What to serve and within which limits.
@@ -65,6 +83,8 @@ class EngineConfig:
     ``model`` is a known name, a directory or a file. ``weights`` says in how many bits a CPU keeps
     them: ``auto`` as the file does. ``depth`` is the number of steps in flight:
     1 is synchronous, 2 plans a step while another runs, None lets the device decide.
+    ``preemption`` says how a sequence that lost its blocks gets them back: ``recompute``, ``swap``
+    through ``swap_memory`` of the host, or ``auto``, whichever costs less.
     ``max_num_batched_tokens`` is the token budget of a step, ``max_model_len`` the longest
     sequence; None takes the device's or the model's.
 
@@ -80,6 +100,8 @@ class EngineConfig:
     block_size: int = 16
     kv_memory: str = "auto"
     prefix_caching: bool = True
+    preemption: str = "recompute"
+    swap_memory: str = "0"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
@@ -96,7 +118,9 @@ class EngineConfig:
         _choice("weights", self.weights, WEIGHT_MODES)
         _choice("kv", self.kv, KV_MANAGERS)
         _choice("attention", self.attention, ATTENTION_BACKENDS)
+        _choice("preemption", self.preemption, PREEMPTION_MODES)
         KVMemory.parse(self.kv_memory)
+        parse_size("swap_memory", self.swap_memory)
         _range("block_size", self.block_size, 1, 1024)
         _range("max_num_seqs", self.max_num_seqs, 1, 65536)
         _range("max_queued_requests", self.max_queued_requests, 1, 1_000_000)
@@ -104,6 +128,11 @@ class EngineConfig:
         _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _range("depth", self.depth, 1, 2)
         _range("threads", self.threads, 1, 1024)
+        if self.preemption != "recompute" and not parse_size("swap_memory", self.swap_memory):
+            raise ConfigError(
+                f"preemption={self.preemption} needs host memory to swap to: set swap_memory, for "
+                "example to 1GiB, or use preemption=recompute"
+            )
         if (
             self.max_num_batched_tokens is not None
             and self.max_num_batched_tokens < self.max_num_seqs
@@ -124,12 +153,13 @@ class ServerConfig:
     the API from a browser (``*``: all). ``drain_timeout_s`` is what running requests get at
     shutdown, ``stall_timeout_s`` how long the engine may work without ending a step before
     ``/health`` fails, ``client_timeout_s`` how long a client may take to send a request, or leave
-    an answer unread.
+    an answer unread. ``admin_endpoints`` adds those that change the server.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
+    admin_endpoints: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors_origins: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0

@@ -43,6 +43,17 @@ PrefixCaching = Annotated[
     bool,
     typer.Option(help="Share the blocks of prompts that begin alike.", rich_help_panel=_ENGINE),
 ]
+Preemption = Annotated[
+    str,
+    typer.Option(
+        help="How a sequence that lost its blocks comes back: recompute, swap or auto.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+SwapMemory = Annotated[
+    str,
+    typer.Option(help="Host memory to swap to: 0 or a size.", rich_help_panel=_ENGINE),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(

@@ -6,6 +6,7 @@ with either attention: greedy and seeded requests on a random model in float32.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -211,3 +212,35 @@ def test_cached_prefixes_change_nothing(
     if num_blocks == 400:
         expected = [(len(r.prompt_token_ids) - 1) // 4 * 4 for r in REQUESTS]
         assert sorted(hits) == sorted(expected)
+
+
+@pytest.mark.parametrize("attention", ["gather", "compiled"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("preemption", ["swap", "auto"])
+def test_swapping_changes_nothing(model: Path, attention: str, depth: int, preemption: str) -> None:
+    core, report = build(
+        model,
+        attention=attention,
+        depth=depth,
+        block_size=4,
+        kv_memory=pool(24, 4),
+        prefix_caching=False,
+        preemption=preemption,
+        swap_memory=pool(100, 4),
+    )
+    assert report.capacity.num_host_blocks == 101
+    check(core)
+    assert core.scheduler.num_preemptions >= 5
+    if preemption == "swap":
+        assert core.scheduler.num_swaps == core.scheduler.num_preemptions
+
+
+def test_samples_of_one_request_equal_requests_of_their_own(model: Path) -> None:
+    core, _ = build(model, block_size=4, kv_memory=pool(60, 4))
+    request = REQUESTS[13]
+    several = replace(request, number=100, n=3)
+    alone = {}
+    for index in range(3):
+        alone |= run(core, [replace(request, number=100 + index, seed=request.seed + index)])
+    assert run(core, [several]) == alone
+    core.close()

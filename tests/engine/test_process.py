@@ -138,7 +138,8 @@ def test_an_aborted_request_gives_its_blocks_back_within_two_steps(depth: int) -
         is_aborted.set()
         front.receive(lambda: front.stats[-1].num_running == 0)
         front.receive(lambda: front.stats[-1].kv_cache_usage == 0)
-    assert 5 <= front.stats[-1].num_steps <= 7
+    # The abort arrives before the fifth step or during it; two more may follow.
+    assert 4 <= front.stats[-1].num_steps <= 7
     assert not front.reasons
 
 

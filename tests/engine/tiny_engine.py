@@ -63,7 +63,9 @@ def make_llm(model: Path, **changes: Any) -> LLM:
 
 def run(core: EngineCore, requests: list[Request]) -> dict[int, list[int]]:
     """Each request's tokens; the engine's invariants are checked at every step."""
-    found: dict[int, list[int]] = {request.number: [] for request in requests}
+    found: dict[int, list[int]] = {
+        number: [] for r in requests for number in range(r.number, r.number + r.n)
+    }
     for request in requests:
         core.scheduler.add(request)
     while core.has_work:

@@ -18,6 +18,7 @@ from octavo.core.plan import (
     RowInit,
     StepPlan,
     TableDeltas,
+    TokenScores,
     int_array,
 )
 from octavo.core.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ from octavo.execution.attention.interface import StepAttention
 from octavo.execution.models.decoder import Decoder
 from octavo.execution.models.loading import load_model
 from octavo.execution.runner import Runner
+from octavo.execution.sampling import logprobs as logprobs_module
 from octavo.memory.paged import PagedManager
 
 SIZE, ROWS, BLOCKS = 4, 6, 40
@@ -93,6 +95,7 @@ class Rig:
         done = np.array(samples if samples is not None else [True] * len(rows), dtype=np.bool_)
         batch = Batch.of(int_array(list(rows)), int_array(list(counts)), done)
         result = self.runner.run(StepPlan(self.step_id, batch, **parts))  # type: ignore[arg-type]
+        self.result = result
         assert result.step_id == self.step_id
         assert result.token_ids.dtype == np.int32
         return result.token_ids.tolist()
@@ -136,8 +139,21 @@ def row_init(
     computed: int = 0,
     params: SamplingParams = GREEDY,
     seed: int = 0,
+    num_prompt: int | None = None,
+    stops: tuple[int, ...] = (),
+    num_logprobs: int | None = None,
 ) -> RowInit:
-    return RowInit(row, int_array(list(tokens)), computed, int_array(block_ids), params, seed)
+    return RowInit(
+        row,
+        int_array(list(tokens)),
+        computed,
+        int_array(block_ids),
+        params,
+        seed,
+        num_prompt_tokens=num_prompt,
+        stop_token_ids=stops,
+        num_logprobs=params.logprobs if num_logprobs is None else num_logprobs,
+    )
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -305,3 +321,143 @@ def test_fan_outs_beside_other_rows(rig: Rig, model: Decoder) -> None:
     assert tokens[3] == greedy(model, OTHER, 1)[0]
     assert tokens[4] == greedy(model, PROMPT, 1)[0]
     assert tokens[5] == tokens[1], "the same seed at the same place"
+
+
+# ── what a row's own tokens do ───────────────────────────────────────────────────────────────
+
+FEATURES = [
+    SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.5),
+    SamplingParams(temperature=1.2, frequency_penalty=2.0, min_tokens=5),
+    SamplingParams(
+        temperature=0.0, bad_words_token_ids=((7,), (90, 90), (11, 3, 11)), min_tokens=3
+    ),
+]
+
+
+@pytest.mark.parametrize("params", FEATURES, ids=["penalties", "random", "words"])
+@pytest.mark.parametrize("known", [1, 4, 6])
+def test_a_preempted_row_goes_on_with_its_own_state(
+    rig: Rig, params: SamplingParams, known: int
+) -> None:
+    """Resumed in another row from prompt and generated tokens, in chunks."""
+    stops = tuple(range(60, 96))
+    init = row_init(0, PROMPT, [1, 2, 3, 4], params=params, seed=9, num_prompt=9, stops=stops)
+    whole = rig.run([0], [9], row_inits=(init,)) + rig_tokens(rig, 0, 6)
+    assert not set(whole[: params.min_tokens]) & set(stops)
+    again = row_init(
+        3,
+        PROMPT + whole[:known],
+        [30, 31, 32, 33],
+        params=params,
+        seed=9,
+        num_prompt=9,
+        stops=stops,
+    )
+    assert rig.run([3], [5], [False], row_inits=(again,)) == []
+    assert rig.run([3], [4 + known]) + rig_tokens(rig, 3, 6 - known) == whole[known:]
+
+
+def test_samples_of_one_prefill_count_their_own_tokens(model: Decoder) -> None:
+    """Each as its own request; the first token is counted where it was sampled."""
+    params = SamplingParams(temperature=2.0, frequency_penalty=2.0, repetition_penalty=1.3)
+    alone = []
+    for seed in range(3):
+        rig = Rig(model, "gather")
+        init = row_init(1, PROMPT, [1, 2, 3, 4], params=params, seed=seed)
+        alone.append(rig.run([1], [9], row_inits=(init,)) + rig_tokens(rig, 1, 6))
+    rig = Rig(model, "gather")
+    rig.admit(0, PROMPT)
+    inits = [row_init(0, PROMPT, rig.manager.block_ids(0), params=params, seed=0)]
+    for row in (1, 2):
+        rig.manager.fork(0, row, 9)
+        blocks = rig.manager.block_ids(row)
+        inits.append(row_init(row, PROMPT, blocks, computed=9, params=params, seed=row))
+    first = rig.run([0], [9], row_inits=tuple(inits), fan_outs=(FanOut(0, (1, 2)),))
+    rig.manager.commit(int_array([0, 1, 2]), int_array([9] * 3))
+    rest = rig.decode([0, 1, 2], 6)
+    assert [[token, *others] for token, others in zip(first, rest, strict=True)] == alone
+
+
+# ── log probabilities ────────────────────────────────────────────────────────────────────────
+
+
+def check_scores(model: Decoder, tokens: list[int], start: int, scores: TokenScores) -> None:
+    """Of ``tokens[start:]``, as far as the scores go."""
+    table = logits_of(model, tokens).double().log_softmax(-1)
+    for i in range(len(scores)):
+        own, token = table[start + i - 1], tokens[start + i]
+        assert scores.logprobs[i] == pytest.approx(float(own[token]), abs=1e-4)
+        count = int(scores.num_top[i])
+        np.testing.assert_allclose(scores.top_logprobs[i, :count], own.topk(count)[0], atol=1e-4)
+
+
+def test_logprobs_of_the_rows_that_asked(rig: Rig, model: Decoder) -> None:
+    inits = (
+        row_init(0, PROMPT, [1, 2, 3, 4]),
+        row_init(1, OTHER, [5, 6, 7], params=RANDOM, num_logprobs=64),
+        row_init(2, LONG, [8, 9, 10, 11, 12], params=SamplingParams(temperature=0, logprobs=3)),
+    )
+    tokens = rig.run([2, 0, 1], [17, 9, 5], row_inits=inits)
+    for known in ([], tokens):
+        found = rig.result.logprobs
+        assert found is not None
+        assert found.places.tolist() == [0, 2]
+        tokens = rig.result.token_ids.tolist()
+        assert found.scores.num_top.tolist() == [3, 64]
+        for i, (place, prompt) in enumerate(((0, LONG), (2, OTHER))):
+            whole = [*prompt, *([known[place]] if known else []), tokens[place]]
+            only = found.scores.only(np.arange(2) == i)
+            check_scores(model, whole, len(whole) - 1, only)
+        if not known:
+            rig.run([2, 0, 1], [1, 1, 1])
+    rig.run([0], [1])
+    assert rig.result.logprobs is None
+
+
+@pytest.mark.parametrize("chunk", [17, 1, 4, 5, 16])
+def test_prompt_logprobs_in_chunks(rig: Rig, model: Decoder, chunk: int) -> None:
+    params = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    inits = [row_init(2, LONG, [9, 3, 30, 1, 22], params=params), row_init(0, OTHER, [10, 11, 12])]
+    rig.run([0], [5], row_inits=inits[1:])
+    pieces = []
+    for first in range(0, 17, chunk):
+        count = min(chunk, 17 - first)
+        own = tuple(inits[:1]) if not first else ()
+        rig.run([0, 2], [1, count], [True, first + count == 17], row_inits=own)
+        assert rig.result.logprobs is None
+        pieces += rig.result.prompt_logprobs
+        if first == 4:  # row 0 has no more blocks
+            break
+    position = 1
+    for piece in pieces:
+        assert piece.owner == 2
+        assert piece.start == position
+        assert piece.token_ids.tolist() == LONG[position : position + len(piece.token_ids)]
+        assert len(piece.scores) == len(piece.token_ids)
+        check_scores(model, LONG, position, piece.scores)
+        position += len(piece.token_ids)
+    if chunk > 4:
+        assert position == 17
+        assert not rig.runner._scored
+        rig.run([2], [1])
+        assert rig.result.prompt_logprobs == ()
+
+
+def test_a_long_prompts_logits_are_never_there_at_once(
+    rig: Rig, model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "PROMPT_SLICE", 8)
+    prompt = [(7 * i) % 90 + 3 for i in range(60)]
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    rig.run([4], [60], row_inits=(row_init(4, prompt, range(1, 16), params=params),))
+    (piece,) = rig.result.prompt_logprobs
+    assert len(piece.scores) == 59
+    check_scores(model, prompt, 1, piece.scores)
+    assert max(len(seen) for seen in rig.recorder.seen) <= 8
+
+
+def test_a_resumed_row_does_not_score_its_prompt_again(rig: Rig) -> None:
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    init = row_init(4, [*PROMPT, 5, 6], [1, 2, 3], params=params, num_prompt=9)
+    rig.run([4], [11], row_inits=(init,))
+    assert rig.result.prompt_logprobs == ()

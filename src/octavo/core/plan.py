@@ -20,6 +20,7 @@ from octavo.core.sampling_params import SamplingParams
 
 IntArray: TypeAlias = NDArray[np.int32]
 BoolArray: TypeAlias = NDArray[np.bool_]
+FloatArray: TypeAlias = NDArray[np.float32]
 
 NULL_BLOCK = 0
 """Block 0 is never allocated and never released; padding points to it."""
@@ -56,6 +57,11 @@ class Batch:
         return cls(rows, ones, np.ones(len(rows), dtype=np.bool_), rows, len(rows))
 
     @classmethod
+    def empty(cls) -> Batch:
+        """No row runs: the plan has commands only."""
+        return cls.decode(_EMPTY)
+
+    @classmethod
     def of(cls, rows: IntArray, num_scheduled_tokens: IntArray, samples: BoolArray) -> Batch:
         total = int(num_scheduled_tokens.sum())
         return cls(rows, num_scheduled_tokens, samples, rows[samples], total)
@@ -68,7 +74,12 @@ class RowInit:
     ``token_ids`` are the tokens known so far; those before ``num_computed_tokens`` are in the KV
     cache already. ``block_ids`` is the block table. ``seed`` and the index of a token in its
     sequence are the whole state of its sampling noise, so nothing that happens to the batch can
-    change it.
+    change it. The first ``num_prompt_tokens`` of ``token_ids`` are the prompt (None: all), the rest
+    was generated. ``stop_token_ids`` must not be sampled during ``params.min_tokens``.
+
+    ``num_logprobs`` asks for the log probability of each sampled token and that many of the
+    likeliest (None: nothing). ``params.prompt_logprobs`` is obeyed while no token of the row is
+    generated: after that a resumed row computes its prompt again for the cache only.
     """
 
     row: int
@@ -77,6 +88,9 @@ class RowInit:
     block_ids: IntArray
     params: SamplingParams
     seed: int
+    num_prompt_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +117,25 @@ class CopyBlocks:
     destinations: IntArray
 
 
-KVCommand: TypeAlias = CopyBlocks
+@dataclass(frozen=True, slots=True, eq=False)
+class SwapOut:
+    """Copy device blocks to host blocks, after the copies of the same plan."""
+
+    block_ids: IntArray
+    host_block_ids: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SwapIn:
+    """Copy host blocks to device blocks. Rows that read them are planned once the result of a
+    step reports ``transfer_id`` as finished."""
+
+    transfer_id: int
+    host_block_ids: IntArray
+    block_ids: IntArray
+
+
+KVCommand: TypeAlias = CopyBlocks | SwapOut | SwapIn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,20 +172,84 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TokenScores:
+    """What the model's raw distribution said of ``k`` tokens, each at its own place.
+
+    ``logprobs [k]`` are natural logarithms and ``ranks [k]`` count from 1, the likeliest.
+    ``top_ids`` and ``top_logprobs`` ``[k, w]`` hold the likeliest tokens of each place, best first;
+    entry i has ``num_top[i]`` of them, the rest is padding.
+    """
+
+    logprobs: FloatArray
+    ranks: IntArray
+    top_ids: IntArray
+    top_logprobs: FloatArray
+    num_top: IntArray
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def only(self, which: BoolArray) -> TokenScores:
+        """The entries that ``which`` says."""
+        return TokenScores(
+            self.logprobs[which],
+            self.ranks[which],
+            self.top_ids[which],
+            self.top_logprobs[which],
+            self.num_top[which],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLogprobs:
+    """``scores`` of the sampled tokens ``token_ids[places]`` of a step, places ascending."""
+
+    places: IntArray
+    scores: TokenScores
+
+    def only(self, wanted: BoolArray) -> StepLogprobs | None:
+        """What remains when the step's tokens are cut to ``wanted``; None when nothing does."""
+        kept: BoolArray = wanted[self.places]
+        if not kept.any():
+            return None
+        places = (np.cumsum(wanted, dtype=np.int32) - 1)[self.places[kept]]
+        return StepLogprobs(places, self.scores.only(kept))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """``scores`` of a prompt's ``token_ids``, which begin at position ``start`` (never 0: nothing
+    precedes the first). ``owner`` is the row in a `StepResult`, the request's number in
+    `octavo.core.request.StepOutputs`. After a preemption positions may come again."""
+
+    owner: int
+    start: int
+    token_ids: IntArray
+    scores: TokenScores
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """``token_ids[i]`` was sampled for ``plan.sampled_rows()[i]``."""
+    """``token_ids[i]`` was sampled for ``plan.sampled_rows()[i]``; ``finished_transfers`` are the
+    swaps whose blocks have arrived. ``logprobs`` and ``prompt_logprobs`` are for the rows that
+    asked."""
 
     step_id: int
     token_ids: IntArray
+    finished_transfers: tuple[int, ...] = ()
+    logprobs: StepLogprobs | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class KVCapacity:
-    """What the workers report once, at start: ids ``0 .. num_blocks - 1``, block 0 included."""
+    """What the workers report once, at start: ids ``0 .. num_blocks - 1``, block 0 included, and
+    as many more in host memory for swapping."""
 
     num_blocks: int
     block_size: int
     block_bytes: int
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from octavo.config import ConfigError, EngineConfig, KVMemory
+from octavo.config import ConfigError, EngineConfig, KVMemory, parse_size
 from octavo.core.layout import KVLayout
 from octavo.core.model_config import ModelLoadError
-from octavo.core.plan import Batch, KVCapacity, RowInit, StepPlan, int_array
+from octavo.core.plan import Batch, KVCapacity, RowInit, StepPlan, SwapIn, SwapOut, int_array
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.engine.report import EngineReport
 from octavo.memory.paged import PagedManager
 from octavo.model_store import resolve_model
+from octavo.scheduling.preemption import PreemptionPolicy
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -84,7 +86,8 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         # Without a cache, more than all rows at their longest could never be used.
         most_tokens=None if config.prefix_caching else config.max_num_seqs * max_model_len,
     )
-    arena = Arena(layout, num_blocks, model.dtype)
+    num_host_blocks = _num_host_blocks(config.swap_memory, layout.block_bytes)
+    arena = Arena(layout, num_blocks, model.dtype, num_host_blocks)
     attention_name, attention = _attention(
         config.attention, arena, model, model_config.sliding_window or 0
     )
@@ -98,7 +101,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
             f"{path}: the model computes no numbers ({error}); its weights are damaged, or do not "
             f"fit {_dtype_name(model.dtype)}"
         ) from error
-    capacity = KVCapacity(num_blocks, layout.block_size, layout.block_bytes)
+    capacity = KVCapacity(num_blocks, layout.block_size, layout.block_bytes, num_host_blocks)
     depth = config.depth or 1
     executor = InProcessExecutor(runner, capacity, threaded=depth > 1)
     manager = PagedManager(
@@ -106,12 +109,14 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         layout.block_size,
         config.max_num_seqs,
         prefix_caching=config.prefix_caching,
+        num_host_blocks=num_host_blocks,
     )
     scheduler_config = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
         max_queued_requests=config.max_queued_requests,
+        preemption=_preemption_policy(config.preemption, runner, budget, max_model_len),
     )
     core = EngineCore(Scheduler(scheduler_config, manager), executor, depth)
     report = EngineReport(
@@ -188,6 +193,43 @@ def _num_blocks(
             f"{max(num_blocks, 0)}; give more memory or a smaller block_size"
         )
     return num_blocks
+
+
+def _num_host_blocks(swap_memory: str, block_bytes: int) -> int:
+    num_bytes = parse_size("swap_memory", swap_memory)
+    if num_bytes and num_bytes < block_bytes:
+        raise ConfigError(
+            f"swap_memory {swap_memory} holds no block of {block_bytes} bytes; give more, or 0"
+        )
+    return num_bytes // block_bytes
+
+
+def _preemption_policy(
+    mode: str, runner: Runner, budget: int, max_model_len: int
+) -> PreemptionPolicy:
+    """For ``auto``, with the rates of this machine: a chunk prefilled and a block copied."""
+    arena = runner.arena
+    block_bytes = arena.layout.block_bytes
+    if mode != "auto":
+        return PreemptionPolicy(mode=mode, block_bytes=block_bytes)
+    num_tokens = min(budget, max_model_len, arena.layout.block_size * (arena.num_blocks - 1))
+    prefill_s = min(_timed(lambda: _warm_up(runner, num_tokens)) for _ in range(2))
+    one = int_array([1])
+    swap = (SwapOut(one, one), SwapIn(0, one, one))
+    copy_s = min(_timed(lambda: arena.obey(swap)) for _ in range(5)) / 2
+    return PreemptionPolicy(
+        mode=mode,
+        block_bytes=block_bytes,
+        copy_bytes_per_s=block_bytes / copy_s,
+        prefill_tokens_per_s=num_tokens / prefill_s,
+    )
+
+
+def _timed(work: Callable[[], object]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def _attention(

@@ -34,6 +34,7 @@ from octavo.engine.messages import (
     FromEngine,
     Ready,
     Rejected,
+    ResetPrefixCache,
     Shutdown,
     StartFailed,
     StepMessage,
@@ -189,44 +190,73 @@ class AsyncEngine:
             QueueFullError: too many requests are under way.
             EngineDeadError: the engine is dead or closing.
         """
+        return self.submit_samples(prompt_token_ids, params)[0]
+
+    def submit_samples(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        n: int = 1,
+        cache_salt: str = "",
+    ) -> list[RequestStream]:
+        """``n`` samples over one prefill, a stream each, with seeds that count up. Raises as
+        `submit`."""
         if self.error is not None:
             raise EngineDeadError(_headline(self.error))
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop needs a tokenizer, which this model has not")
-        if len(self._states) >= self.max_outstanding:
+        request = self.resolve(prompt_token_ids, params, n, cache_salt)
+        if len(self._states) + n > self.max_outstanding:
             raise QueueFullError(
                 f"{len(self._states)} requests run or wait already (max_num_seqs + "
                 f"max_queued_requests = {self.max_outstanding}); try again later"
             )
-        request = self.resolve(prompt_token_ids, params)
-        self._next_number += 1
+        self._next_number += n
+        states = [self._state_of(request, index) for index in range(n)]
+        self._send(AddRequest.of(request))
+        self._states.update((state.number, state) for state in states)
+        self._drained.clear()
+        return [RequestStream(state, self._abort) for state in states]
+
+    def _state_of(self, request: Request, index: int) -> RequestState:
         output = None
         if self.tokenizer is not None:
-            output = OutputText(self.tokenizer, prompt_token_ids, params)
-        state = RequestState(
-            request.number,
-            len(prompt_token_ids),
+            prompt = request.prompt_token_ids.tolist()
+            output = OutputText(self.tokenizer, prompt, request.params)
+        return RequestState(
+            request.number + index,
+            len(request.prompt_token_ids),
             output,
             time.monotonic(),
             self.observer,
             request.max_tokens,
+            runs_prompt=index == 0,
         )
-        self._send(AddRequest.of(request))
-        self._states[request.number] = state
-        self._drained.clear()
-        return RequestStream(state, self._abort)
 
-    def resolve(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
-        """What `submit` would send, checked against the limits. Raises as `submit`."""
+    def resolve(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        n: int = 1,
+        cache_salt: str = "",
+    ) -> Request:
+        """What `submit_samples` would send, checked against the limits. Raises as `submit`."""
         return resolve_request(
             self._next_number,
             prompt_token_ids,
             params,
             self.limits,
             random_seed=secrets.randbits(63),
+            n=n,
+            cache_salt=cache_salt,
         )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes; requests under way keep their blocks."""
+        if self.error is None and not self._is_closing:
+            self._send(ResetPrefixCache())
 
     async def close(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let those under way end for at most ``drain_timeout_s``, stop the
@@ -261,9 +291,10 @@ class AsyncEngine:
         if isinstance(message, StepMessage):
             self._digest_step(message)
         elif isinstance(message, Rejected):
-            state = self._forget(message.number)
-            if state is not None:
-                state.fail(message.error(), FinishReason.ERROR, time.monotonic())
+            for number in range(message.number, message.number + message.n):
+                state = self._forget(number)
+                if state is not None:
+                    state.fail(message.error(), FinishReason.ERROR, time.monotonic())
         elif isinstance(message, Ready):
             if not self._ready.done():
                 self._ready.set_result(message.report)
@@ -297,6 +328,7 @@ class AsyncEngine:
                 if end is None:
                     state.receive(token_ids, None, None, now)
                 else:
+                    state.num_cached_tokens = end.num_cached_tokens
                     state.receive(token_ids, end.reason, end.error, now)
             except Exception as error:  # a text that cannot be made concerns its request only
                 logger.exception("request %d failed in the front end", number)

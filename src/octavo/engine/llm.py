@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from octavo.config import EngineConfig
 from octavo.core.request import FinishReason, Request, RequestError
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.logprobs import PromptScores, TokenLogprobs, step_logprobs
 from octavo.engine.output import OutputText
 
 if TYPE_CHECKING:
@@ -27,7 +28,11 @@ Message: TypeAlias = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One request's result. ``error`` is set when ``finish_reason`` is ``error``;
-    ``num_cached_tokens`` of the prompt came from the prefix cache."""
+    ``num_cached_tokens`` of the prompt came from the prefix cache.
+
+    ``logprobs`` has an entry for each of ``token_ids``, ``prompt_logprobs`` for each token of the
+    prompt, None for its first; both are None unless `SamplingParams` asked for them.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -35,6 +40,8 @@ class Completion:
     num_prompt_tokens: int
     error: str | None = None
     num_cached_tokens: int = field(default=0, compare=False)
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class LLM:
@@ -206,6 +213,14 @@ class LLM:
     def _resolve(self, token_ids: Sequence[int], params: SamplingParams) -> Request:
         from octavo.scheduling.admission import resolve_request
 
+        if self.tokenizer is not None and params.bad_words:
+            from octavo.text.bad_words import with_bad_word_tokens
+            from octavo.text.tokenizer import TokenizerError
+
+            try:
+                params = with_bad_word_tokens(params, self.tokenizer)
+            except TokenizerError as error:
+                raise RequestError(str(error)) from error
         self._next_number += 1
         return resolve_request(
             self._next_number, token_ids, params, self._limits, random_seed=secrets.randbits(63)
@@ -215,12 +230,18 @@ class LLM:
         """One engine step; the number of requests that ended with it."""
         step = self._core.step()
         ended = {finished.number: finished for finished in step.finished}
+        logprobs = step_logprobs(step)
+        for piece in step.prompt_logprobs:
+            if (output := outputs.get(piece.owner)) is not None:
+                output.prompt_scores.add(piece)
         num_done = 0
         for number, token_id in zip(step.numbers.tolist(), step.token_ids.tolist(), strict=True):
             output = outputs.get(number)
             if output is None or output.is_done:
                 continue
             finished = ended.pop(number, None)
+            if number in logprobs:
+                output.logprobs.append(logprobs[number])
             output.add((token_id,), finished.reason if finished else None)
             if finished is not None:
                 output.num_cached_tokens = finished.num_cached_tokens
@@ -245,6 +266,8 @@ class _Output:
         self._text: list[str] = []
         self._reason: FinishReason | None = None
         self.num_cached_tokens = 0
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_scores = PromptScores()
         self._error: str | None = None
         self._output: OutputText | None = None
         if tokenizer is not None:
@@ -283,6 +306,7 @@ class _Output:
 
     def completion(self) -> Completion:
         assert self._reason is not None
+        params = self._request.params
         return Completion(
             text="".join(self._text),
             token_ids=tuple(self._token_ids),
@@ -290,6 +314,10 @@ class _Output:
             num_prompt_tokens=len(self._request.prompt_token_ids),
             error=self._error,
             num_cached_tokens=self.num_cached_tokens,
+            logprobs=None if params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=(
+                None if params.prompt_logprobs is None else self.prompt_scores.values()
+            ),
         )
 
 

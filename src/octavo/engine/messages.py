@@ -32,6 +32,8 @@ MAX_START_BYTES = 2**20
 # A model's own end-of-sequence ids join the client's.
 _MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 1024
 
+MAX_CACHE_SALT_BYTES = 1024
+
 _TOKEN = np.dtype("<i4")
 _NUMBER = np.dtype("<i8")
 _ERRORS: dict[str, type[Exception]] = {
@@ -69,6 +71,8 @@ class AddRequest(_Message, frozen=True):
     max_tokens: int
     seed: int
     stop_token_ids: tuple[int, ...]
+    n: int = 1
+    cache_salt: bytes = b""
 
     @classmethod
     def of(cls, request: Request) -> AddRequest:
@@ -81,6 +85,8 @@ class AddRequest(_Message, frozen=True):
             request.max_tokens,
             request.seed,
             request.stop_token_ids,
+            request.n,
+            request.cache_salt,
         )
 
     def request(self, limits: Limits) -> Request:
@@ -98,6 +104,10 @@ class AddRequest(_Message, frozen=True):
             raise RequestError("the prompt is empty")
         if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
             raise RequestError("a token id of the prompt is out of range")
+        if not 1 <= self.n <= limits.max_num_seqs:
+            raise RequestError(f"n {self.n} is out of range")
+        if len(self.cache_salt) > MAX_CACHE_SALT_BYTES:
+            raise RequestError("the cache salt is too long")
         if not 1 <= self.max_tokens <= limits.max_length:
             raise RequestError(f"max_tokens {self.max_tokens} is out of range")
         if not 0 <= self.seed < 2**64:
@@ -114,6 +124,8 @@ class AddRequest(_Message, frozen=True):
             max_tokens=self.max_tokens,
             seed=self.seed,
             stop_token_ids=stops,
+            cache_salt=self.cache_salt,
+            n=self.n,
         )
 
 
@@ -123,11 +135,15 @@ class Abort(_Message, frozen=True):
     numbers: tuple[int, ...]
 
 
+class ResetPrefixCache(_Message, frozen=True):
+    """Forget what the prefix cache holds."""
+
+
 class Shutdown(_Message, frozen=True):
     """Stop now and exit."""
 
 
-ToEngine: TypeAlias = AddRequest | Abort | Shutdown
+ToEngine: TypeAlias = AddRequest | Abort | ResetPrefixCache | Shutdown
 
 
 # ── engine to front end ──────────────────────────────────────────────────────────────────────────
@@ -180,16 +196,18 @@ class StepMessage(_Message, frozen=True):
 
 
 class Rejected(_Message, frozen=True):
-    """A request was refused; ``kind`` names the error class of `octavo.core.request`."""
+    """A request of ``n`` samples was refused; ``kind`` names the error class of
+    `octavo.core.request`."""
 
     number: int
     kind: str
     reason: str
+    n: int = 1
 
     @classmethod
-    def of(cls, number: int, error: Exception) -> Rejected:
+    def of(cls, number: int, error: Exception, n: int = 1) -> Rejected:
         kind = type(error).__name__
-        return cls(number, kind if kind in _ERRORS else RequestError.__name__, str(error))
+        return cls(number, kind if kind in _ERRORS else RequestError.__name__, str(error), n)
 
     def error(self) -> Exception:
         return _ERRORS.get(self.kind, RequestError)(self.reason)

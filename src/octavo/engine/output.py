@@ -35,7 +35,12 @@ class OutputText:
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
-        self._stops = StopStrings(params.stop) if params.stop else None
+        self._stops: StopStrings | None = None
+        if params.stop:
+            self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        # Text of the first tokens is not searched for stop strings.
+        self._min_tokens = params.min_tokens
+        self._hides_stop_token = not params.include_stop_str_in_output
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
 
@@ -53,20 +58,21 @@ class OutputText:
         """
         text = ""
         kept = 0
-        # A stop token is counted but is not text.
-        num_visible = len(token_ids) - (finish_reason is FinishReason.STOP)
+        # A stop token is counted but is not text, unless asked for.
+        is_stop = finish_reason is FinishReason.STOP
+        num_visible = len(token_ids) - (is_stop and self._hides_stop_token)
         for index, token_id in enumerate(token_ids):
             kept += 1
             if index >= num_visible:
                 continue
-            piece, stopped = self._filter(self._detokenizer.add((token_id,)))
+            piece, stopped = self._filter(self._detokenizer.add((token_id,)), kept)
             text += piece
             if stopped:
                 return self._end(text, token_ids[:kept], FinishReason.STOP)
         if finish_reason is None:
             self.num_tokens += kept
             return OutputDelta(text, tuple(token_ids))
-        piece, stopped = self._filter(self._detokenizer.flush())
+        piece, stopped = self._filter(self._detokenizer.flush(), kept)
         text += piece
         if stopped:
             return self._end(text, token_ids, FinishReason.STOP)
@@ -74,8 +80,12 @@ class OutputText:
             text += self._stops.flush()
         return self._end(text, token_ids, finish_reason, error)
 
-    def _filter(self, piece: str) -> tuple[str, bool]:
+    def _filter(self, piece: str, num_new_tokens: int) -> tuple[str, bool]:
+        """The text that is safe to show, and whether a stop string completed with the piece that
+        the last of ``num_new_tokens`` brought."""
         if self._stops is None or not piece:
+            return piece, False
+        if self.num_tokens + num_new_tokens <= self._min_tokens:
             return piece, False
         safe, matched = self._stops.add(piece)
         return safe, matched is not None

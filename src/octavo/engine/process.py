@@ -33,6 +33,7 @@ from octavo.engine.messages import (
     FromEngine,
     Ready,
     Rejected,
+    ResetPrefixCache,
     Shutdown,
     StartFailed,
     StepMessage,
@@ -69,8 +70,10 @@ class EngineLoop:
         self._clock = clock
         # Requests that the scheduler's queue has no room for yet; the front end bounds them.
         self._backlog: dict[int, Request] = {}
+        # Samples of requests in the backlog that are not wanted any more.
+        self._given_up: dict[int, set[int]] = {}
         # Requests that no step has run yet, in the order of arrival, and when they came.
-        self._arrived_s: dict[int, float] = {}
+        self._arrived_s: dict[int, tuple[float, int]] = {}
         self._num_steps = 0
         self._stats_due = 0.0
         self._sent_stats: EngineStats | None = None
@@ -111,11 +114,14 @@ class EngineLoop:
         ends the search."""
         rows = self._core.scheduler.rows
         started = []
-        for number, arrived_s in self._arrived_s.items():
-            if not ((rows.number == number) & (rows.last_step > 0)).any():
+        done = []
+        for number, (arrived_s, n) in self._arrived_s.items():
+            is_own = (rows.number >= number) & (rows.number < number + n)
+            if not (is_own & (rows.last_step > 0)).any():
                 break
-            started.append((number, planned_s - arrived_s))
-        for number, _ in started:
+            done.append(number)
+            started += [(number + index, planned_s - arrived_s) for index in range(n)]
+        for number in done:
             del self._arrived_s[number]
         return tuple(started)
 
@@ -132,9 +138,9 @@ class EngineLoop:
                 self._add(message)
             elif isinstance(message, Abort):
                 for number in message.numbers:
-                    self._arrived_s.pop(number, None)
-                    if self._backlog.pop(number, None) is None:
-                        self._core.scheduler.abort(number)
+                    self._abort(number)
+            elif isinstance(message, ResetPrefixCache):
+                self._core.scheduler.reset_prefix_cache()
             elif isinstance(message, Shutdown):
                 self._is_stopping = True
 
@@ -145,18 +151,46 @@ class EngineLoop:
                 self._backlog[request.number] = request
             else:
                 self._core.scheduler.add(request)
-            self._arrived_s[request.number] = self._clock()
+            self._arrived_s[request.number] = (self._clock(), request.n)
         except (RequestError, QueueFullError) as error:
-            self._send(Rejected.of(message.number, error))
+            self._send(Rejected.of(message.number, error, message.n))
+
+    def _abort(self, number: int) -> None:
+        """Forget one sequence, wherever it is."""
+        request = next(
+            (r for r in self._backlog.values() if r.number <= number < r.number + r.n), None
+        )
+        if request is not None:
+            given_up = self._given_up.setdefault(request.number, set())
+            given_up.add(number)
+            if len(given_up) == request.n:
+                del self._backlog[request.number], self._given_up[request.number]
+                self._arrived_s.pop(request.number, None)
+            return
+        self._core.scheduler.abort(number)
+        if self._arrived_s.get(number, (0.0, 0))[1] == 1:
+            del self._arrived_s[number]
+        elif self._arrived_s:
+            self._forget_unstarted()
+
+    def _forget_unstarted(self) -> None:
+        """Requests of several samples that were all given up before any step ran them."""
+        for number, (_, n) in list(self._arrived_s.items()):
+            is_known = any(self._core.scheduler.knows(number + index) for index in range(n))
+            if n > 1 and number not in self._backlog and not is_known:
+                del self._arrived_s[number]
 
     def _admit_backlog(self) -> None:
         while self._backlog and self._core.scheduler.has_room:
             number = next(iter(self._backlog))
+            request = self._backlog.pop(number)
             try:
-                self._core.scheduler.add(self._backlog.pop(number))
+                self._core.scheduler.add(request)
             except RequestError as error:
                 self._arrived_s.pop(number, None)
-                self._send(Rejected.of(number, error))
+                self._send(Rejected.of(number, error, request.n))
+            for given_up in self._given_up.pop(number, ()):
+                self._core.scheduler.abort(given_up)
 
     def _stats(self) -> EngineStats:
         scheduler = self._core.scheduler
@@ -166,6 +200,7 @@ class EngineLoop:
             num_free_blocks=scheduler.manager.num_free_blocks,
             num_usable_blocks=scheduler.manager.num_usable_blocks,
             num_preemptions=scheduler.num_preemptions,
+            num_swaps=scheduler.num_swaps,
             num_steps=self._num_steps,
         )
 

@@ -34,7 +34,13 @@ class EngineReport:
 
     @property
     def limits(self) -> Limits:
-        return Limits.of(self.capacity, self.vocab_size, self.max_model_len, self.eos_token_ids)
+        return Limits.of(
+            self.capacity,
+            self.vocab_size,
+            self.max_model_len,
+            self.eos_token_ids,
+            self.max_num_seqs,
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -75,6 +81,7 @@ class EngineStats:
     num_free_blocks: int = 0
     num_usable_blocks: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
     num_steps: int = 0
 
     @property

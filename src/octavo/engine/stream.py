@@ -62,11 +62,14 @@ class RequestState:
         created_s: float,
         observer: Observer | None,
         max_tokens: int,
+        *,
+        runs_prompt: bool = True,
     ) -> None:
         self.number = number
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.num_tokens = 0
+        self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._output = output
         self._created_s = created_s
@@ -75,6 +78,8 @@ class RequestState:
         self._last_token_s: float | None = None
         self._ended_s: float | None = None
         self._observer = observer
+        # Samples of one request share its prompt, which counts once.
+        self._runs_prompt = runs_prompt
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._error: str | None = None
@@ -163,7 +168,8 @@ class RequestState:
         self.num_tokens += num_tokens
         if self._observer is not None:
             if last is None:
-                self._observer.on_first_token(self.num_prompt_tokens, now_s - self._created_s)
+                num_prompt = self.num_prompt_tokens if self._runs_prompt else 0
+                self._observer.on_first_token(num_prompt, now_s - self._created_s)
             self._observer.on_tokens(num_tokens, None if last is None else now_s - last)
 
     def _end(self, reason: FinishReason, now_s: float) -> None:
@@ -202,6 +208,11 @@ class RequestStream(AsyncIterator[OutputDelta]):
     def num_tokens(self) -> int:
         """Tokens generated so far; those after a stop string do not count."""
         return self._state.num_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache; known at the end."""
+        return self._state.num_cached_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -5,24 +5,51 @@ from __future__ import annotations
 import torch
 
 from octavo.core.layout import KVLayout
-from octavo.core.plan import CopyBlocks, KVCommand
+from octavo.core.plan import CopyBlocks, IntArray, KVCommand, SwapOut
 from octavo.execution.pages import plain
 
 
 class Arena:
-    """``kv [num_blocks, block_size, num_layers, 2, num_kv_heads, head_dim]``; block 0 is null."""
+    """``kv [num_blocks, block_size, num_layers, 2, num_kv_heads, head_dim]``; block 0 is null.
 
-    def __init__(self, layout: KVLayout, num_blocks: int, dtype: torch.dtype) -> None:
+    ``host`` has the same shape for swapped-out blocks; its block 0 is not used either.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, num_host_blocks: int = 0
+    ) -> None:
         if dtype.itemsize != layout.dtype_bytes:
             raise ValueError(f"{dtype} does not have {layout.dtype_bytes} bytes an element")
         self.layout = layout
         self.num_blocks = num_blocks
-        memory = plain.allocate(num_blocks * layout.block_bytes)
-        self.kv = memory.view(dtype).view(num_blocks, *layout.block_shape())
+        self.kv = self._allocate(num_blocks, dtype)
+        self.host = self._allocate(num_host_blocks + 1, dtype) if num_host_blocks else None
 
-    def obey(self, commands: tuple[KVCommand, ...]) -> None:
-        """Run a plan's commands in order."""
+    def _allocate(self, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = plain.allocate(num_blocks * self.layout.block_bytes)
+        return memory.view(dtype).view(num_blocks, *self.layout.block_shape())
+
+    def obey(self, commands: tuple[KVCommand, ...]) -> tuple[int, ...]:
+        """Run a plan's commands in order.
+
+        Returns:
+            The transfers that have finished: all of them, since copies are made at once.
+        """
+        finished = []
         for command in commands:
-            assert isinstance(command, CopyBlocks)
-            sources = torch.from_numpy(command.sources).long()
-            self.kv[torch.from_numpy(command.destinations).long()] = self.kv[sources]
+            if isinstance(command, CopyBlocks):
+                _copy(self.kv, command.sources, self.kv, command.destinations)
+                continue
+            assert self.host is not None, "the plan swaps, but there is no host memory"
+            if isinstance(command, SwapOut):
+                _copy(self.kv, command.block_ids, self.host, command.host_block_ids)
+            else:
+                _copy(self.host, command.host_block_ids, self.kv, command.block_ids)
+                finished.append(command.transfer_id)
+        return tuple(finished)
+
+
+def _copy(
+    source: torch.Tensor, source_ids: IntArray, target: torch.Tensor, target_ids: IntArray
+) -> None:
+    target[torch.from_numpy(target_ids).long()] = source[torch.from_numpy(source_ids).long()]

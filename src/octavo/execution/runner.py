@@ -12,9 +12,20 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.core.layout import num_blocks_for
-from octavo.core.plan import NULL_BLOCK, Batch, IntArray, StepPlan, StepResult
+from octavo.core.plan import (
+    NULL_BLOCK,
+    Batch,
+    IntArray,
+    PromptLogprobs,
+    RowInit,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+    int_array,
+)
 from octavo.execution.arena import Arena
 from octavo.execution.attention.interface import AttentionBackend, StepAttention, StepRows
+from octavo.execution.sampling.logprobs import prompt_scores
 from octavo.execution.sampling.sampler import Sampler
 
 
@@ -51,12 +62,16 @@ class Runner:
         # Tokens that a row was initialised with, and their number.
         self._known: list[IntArray] = [np.zeros(0, dtype=np.int32)] * max_num_seqs
         self._num_known: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
+        # Rows whose prompt is scored, and how many of the likeliest tokens they want.
+        self._scored: dict[int, int] = {}
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Obey one plan."""
-        self._apply(plan)
+        arrived = self._apply(plan)
         batch = plan.batch
+        if not len(batch.rows):
+            return StepResult(plan.step_id, int_array([]), arrived)
         starts = self.position[batch.rows]
         # Advanced first: a step that fails must not put the one behind it out of step.
         self.position[batch.rows] = starts + batch.num_scheduled_tokens
@@ -72,10 +87,18 @@ class Runner:
         token_ids = torch.from_numpy(self._token_ids(step))
         positions = torch.from_numpy(step.positions)
         hidden = self.model.forward(token_ids, positions, self.attention.plan(step))
-        tokens = self._sample(plan, hidden, ends)
-        return StepResult(plan.step_id, tokens.astype(np.int32))
+        prompts = self._score_prompts(step, hidden) if self._scored else ()
+        tokens, logprobs = self._sample(plan, hidden, ends)
+        return StepResult(
+            plan.step_id,
+            tokens.astype(np.int32),
+            arrived,
+            logprobs=logprobs,
+            prompt_logprobs=prompts,
+        )
 
-    def _apply(self, plan: StepPlan) -> None:
+    def _apply(self, plan: StepPlan) -> tuple[int, ...]:
+        """Everything in a plan but its batch; returns the transfers that have finished."""
         for init in plan.row_inits:
             row = init.row
             self.tables[row] = NULL_BLOCK
@@ -83,12 +106,26 @@ class Runner:
             self.position[row] = init.num_computed_tokens
             self._known[row] = init.token_ids
             self._num_known[row] = len(init.token_ids)
-            self.sampler.set_row(row, init.params, init.seed)
+            self._start_sampling(init)
         deltas = plan.table_deltas
         if len(deltas):
             self.tables[deltas.rows, deltas.indices] = deltas.block_ids
-        if plan.commands:
-            self.arena.obey(plan.commands)
+        return self.arena.obey(plan.commands)
+
+    def _start_sampling(self, init: RowInit) -> None:
+        self.sampler.set_row(
+            init.row,
+            init.params,
+            init.seed,
+            token_ids=init.token_ids,
+            num_prompt_tokens=init.num_prompt_tokens,
+            stop_token_ids=init.stop_token_ids,
+            num_logprobs=init.num_logprobs,
+        )
+        self._scored.pop(init.row, None)
+        num_top = init.params.prompt_logprobs
+        if num_top is not None and init.num_prompt_tokens in (None, len(init.token_ids)):
+            self._scored[init.row] = num_top
 
     def _token_ids(self, step: StepRows) -> NDArray[np.int64]:
         """Known tokens of rows that are behind, else what the row sampled last."""
@@ -100,11 +137,33 @@ class Runner:
             token_ids[offset : offset + count] = known[start : start + count]
         return token_ids
 
-    def _sample(self, plan: StepPlan, hidden: torch.Tensor, ends: IntArray) -> NDArray[np.int64]:
+    def _score_prompts(self, step: StepRows, hidden: torch.Tensor) -> tuple[PromptLogprobs, ...]:
+        """Scores of the prompt tokens that follow the step's positions."""
+        found = []
+        for i, row in enumerate(step.rows.tolist()):
+            num_top = self._scored.get(row)
+            if num_top is None:
+                continue
+            first = int(step.starts[i]) + 1
+            token_ids = self._known[row][first : first + int(step.counts[i])]
+            if first + int(step.counts[i]) > len(self._known[row]):
+                del self._scored[row]
+            if len(token_ids):
+                offset = int(step.offsets[i])
+                states = hidden[offset : offset + len(token_ids)]
+                scores = prompt_scores(
+                    self.model.logits, states, token_ids.astype(np.int64), num_top
+                )
+                found.append(PromptLogprobs(row, first, token_ids, scores))
+        return tuple(found)
+
+    def _sample(
+        self, plan: StepPlan, hidden: torch.Tensor, ends: IntArray
+    ) -> tuple[NDArray[np.int64], StepLogprobs | None]:
         batch = plan.batch
         rows = plan.sampled_rows()
         if not len(rows):
-            return np.zeros(0, dtype=np.int64)
+            return np.zeros(0, dtype=np.int64), None
         if len(ends) != len(batch.sampled_rows) or len(hidden) != len(ends):
             hidden = hidden[torch.from_numpy(ends[batch.samples].astype(np.int64) - 1)]
         logits = self.model.logits(hidden)
@@ -112,7 +171,7 @@ class Runner:
             logits = logits[torch.from_numpy(self._fan_out(plan))]
         tokens = self.sampler.sample(logits, rows, self.position[rows].astype(np.int64))
         self.last_token[rows] = tokens
-        return tokens
+        return tokens, self.sampler.logprobs(logits, rows, tokens)
 
     def _fan_out(self, plan: StepPlan) -> NDArray[np.int64]:
         """For each sampled row the row of logits it draws from; destinations follow sources."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -21,17 +22,34 @@ class Limits:
     max_model_len: int
     num_kv_tokens: int
     eos_token_ids: tuple[int, ...] = ()
+    block_size: int = 1
+    max_num_seqs: int = 2**16
 
     @classmethod
     def of(
-        cls, capacity: KVCapacity, vocab_size: int, max_model_len: int, eos: tuple[int, ...]
+        cls,
+        capacity: KVCapacity,
+        vocab_size: int,
+        max_model_len: int,
+        eos: tuple[int, ...],
+        max_num_seqs: int = 2**16,
     ) -> Limits:
-        return cls(vocab_size, max_model_len, (capacity.num_blocks - 1) * capacity.block_size, eos)
+        num_kv_tokens = (capacity.num_blocks - 1) * capacity.block_size
+        return cls(vocab_size, max_model_len, num_kv_tokens, eos, capacity.block_size, max_num_seqs)
 
     @property
     def max_length(self) -> int:
         """Longest sequence that fits: the last token's keys and values are never needed."""
         return min(self.max_model_len, self.num_kv_tokens + 1)
+
+    def longest(self, num_prompt_tokens: int, n: int) -> int:
+        """Longest of ``n`` samples that fit together: they share the prompt's full blocks."""
+        if n == 1:
+            return self.max_length
+        num_blocks = self.num_kv_tokens // self.block_size
+        shared = min(num_prompt_tokens // self.block_size, num_blocks)
+        own = (num_blocks - shared) // n
+        return min(self.max_length, (shared + own) * self.block_size + 1)
 
 
 def resolve_request(
@@ -41,13 +59,16 @@ def resolve_request(
     limits: Limits,
     *,
     random_seed: int,
+    n: int = 1,
+    cache_salt: str = "",
 ) -> Request:
     """Check a request against the engine's limits and fill in what it left open.
 
     ``random_seed`` is used when the client gave none.
 
     Raises:
-        RequestError: an empty prompt or a token id out of range.
+        RequestError: an empty prompt, a token id out of range, or sampling parameters that could
+            leave no token to choose.
         ContextLengthError: prompt and output together are longer than the engine can ever hold.
     """
     num_prompt = len(prompt_token_ids)
@@ -61,24 +82,21 @@ def resolve_request(
             f"token id {bad} is out of range: the model's vocabulary has ids 0 to "
             f"{limits.vocab_size - 1}"
         )
-    room = limits.max_length - num_prompt
+    if not 1 <= n <= limits.max_num_seqs:
+        raise RequestError(
+            f"n is {n}, but it must be from 1 to {limits.max_num_seqs}, the sequences that run at "
+            "once (--max-num-seqs)"
+        )
+    room = limits.longest(num_prompt, n) - num_prompt
     max_tokens = params.max_tokens if params.max_tokens is not None else max(room, 1)
     if max_tokens > room:
-        raise ContextLengthError(_too_long(num_prompt, max_tokens, params, limits))
-    named = {
-        "stop_token_ids": params.stop_token_ids,
-        "logit_bias": tuple(token_id for token_id, _ in params.logit_bias),
-    }
-    for field, token_ids in named.items():
-        for token_id in token_ids:
-            if token_id >= limits.vocab_size:
-                raise RequestError(
-                    f"{field}: {token_id} is out of range: the model's vocabulary has ids 0 to "
-                    f"{limits.vocab_size - 1}"
-                )
+        raise ContextLengthError(_too_long(num_prompt, max_tokens, n, limits))
     stops = params.stop_token_ids
     if not params.ignore_eos:
-        stops = tuple(dict.fromkeys(limits.eos_token_ids + stops))
+        # A tokenizer may know ends that the model's vocabulary has no room for.
+        eos = (token_id for token_id in limits.eos_token_ids if token_id < limits.vocab_size)
+        stops = tuple(dict.fromkeys((*eos, *stops)))
+    check_sampling(params, max_tokens, stops, limits.vocab_size)
     return Request(
         number=number,
         prompt_token_ids=np.asarray(prompt_token_ids, dtype=np.int32),
@@ -86,10 +104,61 @@ def resolve_request(
         max_tokens=max_tokens,
         seed=(params.seed if params.seed is not None else random_seed) & (2**64 - 1),
         stop_token_ids=stops,
+        cache_salt=cache_salt.encode(),
+        n=n,
     )
 
 
-def _too_long(num_prompt: int, max_tokens: int, params: SamplingParams, limits: Limits) -> str:
+def check_sampling(
+    params: SamplingParams, max_tokens: int, stop_token_ids: tuple[int, ...], vocab_size: int
+) -> None:
+    """Check what `SamplingParams` cannot know alone: vocabulary, resolved length, stop tokens.
+
+    A mask that leaves nothing would fail a whole step, with the other requests in it, so it is
+    refused here, already where it might once come to that.
+
+    Raises:
+        RequestError: the message names the field.
+    """
+    words, allowed = params.bad_words_token_ids, params.allowed_token_ids
+    named = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": tuple(token_id for token_id, _ in params.logit_bias),
+        "allowed_token_ids": allowed or (),
+        "bad_words_token_ids": tuple(chain.from_iterable(words)),
+    }
+    for field, token_ids in named.items():
+        highest = max(token_ids, default=0)
+        if highest >= vocab_size:
+            raise RequestError(
+                f"{field}: {highest} is out of range: the model's vocabulary has ids 0 to "
+                f"{vocab_size - 1}"
+            )
+    if params.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, but at most {max_tokens} tokens can be generated"
+        )
+    if params.bad_words:
+        raise RequestError("bad_words need a tokenizer; give their tokens in bad_words_token_ids")
+    forbidden = {word[-1] for word in words}
+    if params.min_tokens:
+        forbidden.update(stop_token_ids)
+    left = vocab_size - len(forbidden) if allowed is None else len(set(allowed) - forbidden)
+    if forbidden and left <= 0:
+        raise RequestError(
+            "allowed_token_ids, bad_words and min_tokens (which forbids stop tokens) could leave "
+            "no token to choose; allow more tokens"
+        )
+
+
+def _too_long(num_prompt: int, max_tokens: int, n: int, limits: Limits) -> str:
+    longest = limits.longest(num_prompt, n)
+    if longest < limits.max_length:
+        return (
+            f"{n} samples of {num_prompt + max_tokens} tokens do not fit in the KV cache of "
+            f"{limits.num_kv_tokens} tokens; ask for fewer samples, or for at most "
+            f"{max(longest - num_prompt, 0)} tokens each"
+        )
     if limits.max_length < limits.max_model_len:
         limit = (
             f"the KV cache holds {limits.num_kv_tokens} tokens "

@@ -151,6 +151,10 @@ class Scheduler:
             self._sequences[sequence.number] = sequence
         self._waiting.append(group)
 
+    def knows(self, number: int) -> bool:
+        """Whether a sequence of this number waits or runs."""
+        return number in self._sequences
+
     def abort(self, number: int) -> bool:
         """Forget a sequence; its blocks are free at once, or with the last step that names them.
 

@@ -22,9 +22,10 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, num_prompt_tokens: int, num_tokens: int) -> Usage:
+    def of(cls, num_prompt_tokens: int, num_tokens: int, num_cached_tokens: int = 0) -> Usage:
         total = num_prompt_tokens + num_tokens
-        return cls(num_prompt_tokens, num_tokens, total, PromptTokensDetails())
+        details = PromptTokensDetails(cached_tokens=num_cached_tokens)
+        return cls(num_prompt_tokens, num_tokens, total, details)
 
 
 class CompletionChoice(msgspec.Struct):

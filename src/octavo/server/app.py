@@ -113,6 +113,13 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
     async def version() -> Response:
         return json_response(Version(__version__))
 
+    if config.admin_endpoints:
+
+        @app.post("/reset_prefix_cache")
+        async def reset_prefix_cache() -> Response:
+            engine.reset_prefix_cache()
+            return json_response(Status("ok"))
+
     @app.get("/metrics")
     async def metrics_page() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)

@@ -31,7 +31,7 @@ async def start_chat(engine: AsyncEngine, body: ChatRequest) -> Generation:
             error.param = "max_completion_tokens"
         raise
     prompt = await chat_prompt(body.messages, engine.tokenizer, engine.limits.max_length)
-    return Generation(engine, [prompt], params, body.num_choices)
+    return Generation(engine, [prompt], params, body.num_choices, body.cache_salt or "")
 
 
 class ChatShape:

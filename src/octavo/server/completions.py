@@ -28,7 +28,7 @@ async def start_completion(
     params = body.sampling_params(1 if is_echo_only else max_tokens)
     prompts = await completion_prompts(body.prompt, engine.tokenizer, engine.limits.max_length)
     kind = EchoedPrompts if is_echo_only else Generation
-    generation = kind(engine, prompts, params, body.num_choices)
+    generation = kind(engine, prompts, params, body.num_choices, body.cache_salt or "")
     if not body.echo:
         return generation, [""] * len(prompts)
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.core.request import FinishReason
-from octavo.core.sampling_params import MAX_SEED, SamplingParams
+from octavo.core.sampling_params import SamplingParams
 from octavo.engine.client import AsyncEngine
 from octavo.engine.output import OutputDelta
 from octavo.engine.stream import RequestStream
@@ -43,7 +43,9 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         n: int = 1,
+        cache_salt: str = "",
     ) -> None:
+        self._n = n
         room = engine.max_outstanding
         if len(prompts) * n > room:
             raise APIError(
@@ -55,14 +57,15 @@ class Generation:
         self._streams: list[RequestStream] = []
         try:
             for prompt in prompts:
-                for index in range(n):
-                    self._streams.append(engine.submit(prompt, _with_seed(params, index)))
+                self._streams += engine.submit_samples(prompt, params, n, cache_salt)
         except BaseException:
             self.abort()
             raise
 
     def usage(self) -> Usage:
-        return Usage.of(self._num_prompt_tokens, sum(stream.num_tokens for stream in self._streams))
+        num_cached = sum(stream.num_cached_tokens for stream in self._streams[:: self._n])
+        num_output = sum(stream.num_tokens for stream in self._streams)
+        return Usage.of(self._num_prompt_tokens, num_output, num_cached)
 
     def abort(self) -> None:
         """End what still runs."""
@@ -132,6 +135,7 @@ class EchoedPrompts(Generation):
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         n: int = 1,
+        cache_salt: str = "",
     ) -> None:
         for prompt in prompts:
             engine.resolve(prompt, replace(params, max_tokens=1))
@@ -145,13 +149,6 @@ class EchoedPrompts(Generation):
 
     async def results(self) -> list[Result]:
         return [Result(FinishReason.LENGTH) for _ in range(self._num_choices)]
-
-
-def _with_seed(params: SamplingParams, index: int) -> SamplingParams:
-    if params.seed is None or not index:
-        return params
-    seed = params.seed + index
-    return replace(params, seed=seed if seed <= MAX_SEED else seed - 2 * (MAX_SEED + 1))
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, OutputDelta]]:

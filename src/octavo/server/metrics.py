@@ -121,9 +121,17 @@ class Metrics:
             yield GaugeMetricFamily(f"octavo_{name}", text, value=value)
         yield CounterMetricFamily(
             "octavo_num_preemptions",
-            "Sequences that lost their blocks and were recomputed",
+            "Requests that lost their blocks for a while",
             value=stats.num_preemptions,
         )
+        ways = CounterMetricFamily(
+            "octavo_preemptions_by_way",
+            "Preempted requests, by the way they get their keys and values back",
+            labels=["way"],
+        )
+        ways.add_metric(["recompute"], stats.num_preemptions - stats.num_swaps)
+        ways.add_metric(["swap"], stats.num_swaps)
+        yield ways
         yield CounterMetricFamily(
             "octavo_engine_steps", "Steps of the engine", value=stats.num_steps
         )

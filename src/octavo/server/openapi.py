@@ -35,6 +35,7 @@ from octavo.server.answers import (
 from octavo.server.gate import OPEN_PATHS
 from octavo.server.prompts import MAX_PROMPTS, ROLES
 from octavo.server.protocol import (
+    MAX_CACHE_SALT_CHARS,
     MAX_CHOICES,
     UNSUPPORTED,
     ChatRequest,
@@ -168,6 +169,7 @@ def _describe_requests(schemas: Schema, vocab_size: int, max_length: int) -> Non
     messages = {"type": "array", "items": message, "minItems": 1}
     ranges: Schema = {
         "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
+        "cache_salt": {"type": "string", "minLength": 1, "maxLength": MAX_CACHE_SALT_CHARS},
         "temperature": {"type": "number", "minimum": 0, "maximum": 100},
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "min_p": {"type": "number", "minimum": 0, "maximum": 1},

@@ -75,6 +75,9 @@ else:
     )
 
 
+MAX_CACHE_SALT_CHARS = 256
+
+
 class StreamOptions(msgspec.Struct):
     """``continuous_usage_stats`` (vLLM's) puts the usage so far into every chunk."""
 
@@ -102,6 +105,8 @@ class GenerationRequest(_Unsupported, kw_only=True):
     logit_bias: dict[int, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # Only requests of the same salt share cached prefixes.
+    cache_salt: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -133,6 +138,10 @@ class GenerationRequest(_Unsupported, kw_only=True):
             )
         if not 1 <= self.num_choices <= MAX_CHOICES:
             raise APIError(f"n must be from 1 to {MAX_CHOICES}, got {self.n}", param="n")
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
+            raise APIError(
+                f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
+            )
         if self.stream_options is not None and not self.stream:
             raise APIError(
                 "stream_options needs stream: true; send it or leave stream_options out",

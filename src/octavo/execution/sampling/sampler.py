@@ -3,6 +3,10 @@
 Each row's token depends on its own logits, parameters, seed and token index alone, to the last
 bit: every sum over the vocabulary runs within one row, in one order. Rows that use a feature pay
 for it; an all-greedy batch is one argmax.
+
+What a row changes in its logits before that comes in the order of `SamplingParams`: masks, biases,
+penalties. The state behind it, a row's own tokens, is what `Sampler.set_row` was told and what has
+been sampled since, so a row that is initialised anew goes on where it was.
 """
 
 from __future__ import annotations
@@ -11,13 +15,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.core.plan import IntArray
+from octavo.core.plan import IntArray, StepLogprobs, int_array
 from octavo.core.sampling_params import SamplingParams
+from octavo.execution.sampling.logprobs import token_scores
+from octavo.execution.sampling.masks import Entries, TokenMasks
 from octavo.execution.sampling.noise import uniform
+from octavo.execution.sampling.penalties import Penalties
 
 # Candidates looked at before a row's whole vocabulary is sorted. With top-p 0.95 a language model
 # rarely needs more; sorting 49,152 logits takes 2 to 3 ms a row, taking the top 512 about 0.3 ms.
 _NUM_CANDIDATES = 512
+_ALWAYS = np.iinfo(np.int64).max
+_NO_LOGPROBS = -1
 
 
 class Sampler:
@@ -30,19 +39,42 @@ class Sampler:
         self.top_p = np.ones(max_num_seqs, dtype=np.float64)
         self.min_p = np.zeros(max_num_seqs, dtype=np.float64)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
-        self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # A row changes its logits while its sequence is shorter than this.
+        self._edited_until = np.zeros(max_num_seqs, dtype=np.int64)
+        self._masks = TokenMasks()
+        self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self._penalties = Penalties(max_num_seqs)
+        self._num_logprobs: IntArray = np.full(max_num_seqs, _NO_LOGPROBS, dtype=np.int32)
 
-    def set_row(self, row: int, params: SamplingParams, seed: int) -> None:
-        """``seed`` is resolved: 0 to 2**64 - 1."""
+    def set_row(
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        *,
+        token_ids: IntArray | None = None,
+        num_prompt_tokens: int | None = None,
+        stop_token_ids: tuple[int, ...] = (),
+        num_logprobs: int | None = None,
+    ) -> None:
+        """A row starts, new or resumed. ``seed`` is resolved: 0 to 2**64 - 1; the rest is as in
+        `octavo.core.plan.RowInit`."""
         self.temperature[row] = params.temperature
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = seed
+        self._num_logprobs[row] = _NO_LOGPROBS if num_logprobs is None else num_logprobs
+        known = int_array([]) if token_ids is None else token_ids
+        num_prompt = len(known) if num_prompt_tokens is None else num_prompt_tokens
+        until = self._masks.set_row(row, params, known, num_prompt, stop_token_ids)
+        self._penalties.set_row(row, params, known, num_prompt)
         self._bias.pop(row, None)
         if params.logit_bias:
-            token_ids, values = zip(*params.logit_bias, strict=True)
-            self._bias[row] = (torch.tensor(token_ids), torch.tensor(values))
+            ids, values = zip(*params.logit_bias, strict=True)
+            self._bias[row] = (np.array(ids, np.int64), np.array(values, np.float32))
+        is_lasting = params.logit_bias or self._penalties.is_used[row]
+        self._edited_until[row] = _ALWAYS if is_lasting else until
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, token_indices: NDArray[np.int64]
@@ -55,8 +87,57 @@ class Sampler:
         Raises:
             FloatingPointError: a row's logits hold NaN or +inf, or nothing but -inf.
         """
+        edited = np.flatnonzero(token_indices < self._edited_until[rows])
+        if not len(edited):
+            return self._choose(logits, rows, token_indices)
+        logits = self._edit(logits, edited, rows[edited], token_indices[edited])
+        tokens = self._choose(logits, rows, token_indices)
+        self._advance(rows[edited], tokens[edited])
+        return tokens
+
+    def logprobs(
+        self, logits: torch.Tensor, rows: IntArray, token_ids: NDArray[np.int64]
+    ) -> StepLogprobs | None:
+        """Raw log probabilities of what `sample` chose, for the rows that asked; None: no row."""
+        places = np.flatnonzero(self._num_logprobs[rows] != _NO_LOGPROBS)
+        if not len(places):
+            return None
+        own = logits if len(places) == len(rows) else logits[torch.from_numpy(places)]
+        scores = token_scores(own, token_ids[places], self._num_logprobs[rows[places]])
+        return StepLogprobs(places.astype(np.int32), scores)
+
+    def _edit(
+        self,
+        logits: torch.Tensor,
+        places: NDArray[np.int64],
+        rows: IntArray,
+        token_indices: NDArray[np.int64],
+    ) -> torch.Tensor:
+        """A copy of the logits, with what ``rows[i]`` changes in ``logits[places[i]]``."""
+        logits = logits.clone()
+        self._masks.apply(logits, places, rows, token_indices)
         if self._bias:
-            logits = self._biased(logits, rows)
+            entries, values = Entries(), []
+            for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+                if row in self._bias:
+                    entries.add(place, self._bias[row][0])
+                    values.append(self._bias[row][1])
+            if values:
+                logits[entries.index()] += torch.from_numpy(np.concatenate(values))
+        penalized = self._penalties.is_used[rows]
+        if penalized.any():
+            self._penalties.apply(logits, places[penalized], rows[penalized])
+        return logits
+
+    def _advance(self, rows: IntArray, token_ids: NDArray[np.int64]) -> None:
+        self._masks.advance(rows, token_ids)
+        penalized = self._penalties.is_used[rows]
+        if penalized.any():
+            self._penalties.advance(rows[penalized], token_ids[penalized])
+
+    def _choose(
+        self, logits: torch.Tensor, rows: IntArray, token_indices: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         num_vocab = logits.shape[1]
         best = torch.argmax(logits, dim=-1, keepdim=True)
         largest = logits.gather(1, best)
@@ -82,15 +163,6 @@ class Sampler:
                 scaled = (own - largest[index]).div_(torch.from_numpy(temperature)[:, None])
                 tokens[which] = choose(scaled, rows[which], noise[index])
         return tokens
-
-    def _biased(self, logits: torch.Tensor, rows: IntArray) -> torch.Tensor:
-        """The logits with each row's own biases added; a copy where there are any."""
-        places = [(i, self._bias[row]) for i, row in enumerate(rows.tolist()) if row in self._bias]
-        if places:
-            logits = logits.clone()
-        for i, (token_ids, values) in places:
-            logits[i, token_ids] += values
-        return logits
 
     def _choose_plain(
         self, scaled: torch.Tensor, rows: IntArray, noise: torch.Tensor

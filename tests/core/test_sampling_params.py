@@ -33,6 +33,39 @@ from octavo.core.sampling_params import SamplingParams
         ("stop", (3,)),
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", tuple(range(65))),
+        ("stop", None),
+        ("stop_token_ids", 7),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", "0"),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", 101.0),
+        ("min_tokens", -1),
+        ("min_tokens", 1.5),
+        ("min_tokens", 17),
+        ("ignore_eos", 1),
+        ("include_stop_str_in_output", "yes"),
+        ("bad_words", ("",)),
+        ("bad_words", (3,)),
+        ("bad_words", ("a",) * 257),
+        ("bad_words", ("a" * 257,)),
+        ("bad_words_token_ids", ((),)),
+        ("bad_words_token_ids", ((-1,),)),
+        ("bad_words_token_ids", (3,)),
+        ("bad_words_token_ids", (tuple(range(65)),)),
+        ("bad_words_token_ids", ((1,),) * 513),
+        ("allowed_token_ids", ()),
+        ("allowed_token_ids", (-1,)),
+        ("allowed_token_ids", (True,)),
+        ("allowed_token_ids", "12"),
+        ("allowed_token_ids", range(65_537)),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", 1.0),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1: 101.0}),
         ("logit_bias", {1: math.nan}),
@@ -42,14 +75,29 @@ from octavo.core.sampling_params import SamplingParams
     ],
 )
 def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=field.split("_")[0]):
+    with pytest.raises(ValueError, match=rf"\b{field}\b"):
         SamplingParams(**{field: value})
 
 
 def test_sequences_become_tuples() -> None:
-    params = SamplingParams(stop="end", stop_token_ids=[1, 2])  # type: ignore[arg-type]
+    params = SamplingParams(
+        stop="end",  # type: ignore[arg-type]
+        stop_token_ids=[1, 2],  # type: ignore[arg-type]
+        bad_words="word",  # type: ignore[arg-type]
+        bad_words_token_ids=[[1], [2, 3]],  # type: ignore[arg-type]
+        allowed_token_ids=[5, 4, 5],  # type: ignore[arg-type]
+    )
     assert params.stop == ("end",)
     assert params.stop_token_ids == (1, 2)
+    assert params.bad_words == ("word",)
+    assert params.bad_words_token_ids == ((1,), (2, 3))
+    assert params.allowed_token_ids == (5, 4)
+    hash(params)
+
+
+def test_as_many_tokens_as_may_be() -> None:
+    assert SamplingParams(min_tokens=16).min_tokens == 16
+    assert SamplingParams(min_tokens=999, max_tokens=None).min_tokens == 999
 
 
 def test_temperature_zero_is_greedy() -> None:

@@ -32,8 +32,24 @@ PARAMS = [SamplingParams(temperature=0.0)] * 4 + [
 ]
 
 
+# What depends on a row's own tokens, or on how many it has.
+FEATURES = [
+    SamplingParams(temperature=0.0, repetition_penalty=1.4),
+    SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5),
+    SamplingParams(temperature=1.3, repetition_penalty=0.9, frequency_penalty=2.0, top_p=0.9),
+    SamplingParams(temperature=0.0, bad_words_token_ids=((17,), (5, 40), (80, 80), (3, 4, 5))),
+    SamplingParams(
+        temperature=1.0,
+        bad_words_token_ids=tuple((a, b) for a in range(20, 40) for b in range(20, 40, 2)),
+        allowed_token_ids=tuple(range(10, 60)),
+    ),
+    SamplingParams(temperature=2.0, min_tokens=15, presence_penalty=-1.0),
+]
+STOPS = tuple(range(60, 96))
+
+
 def make_requests() -> list[Request]:
-    """Greedy ones and seeded ones of every length."""
+    """Greedy ones and seeded ones of every length, then one for each of `FEATURES`."""
     generator = np.random.default_rng(0)
     requests = []
     for number in range(2 * len(LENGTHS)):
@@ -43,6 +59,13 @@ def make_requests() -> list[Request]:
             params = PARAMS[(number + 4) % len(PARAMS)]
         requests.append(
             Request(number, int_array(prompt), params, NEW_TOKENS, seed=number * 2**59 + number)
+        )
+    for params in FEATURES:
+        number = len(requests)
+        prompt = generator.integers(3, 96, LENGTHS[number % len(LENGTHS)])
+        stops = STOPS if params.min_tokens else ()
+        requests.append(
+            Request(number, int_array(prompt), params, NEW_TOKENS, number, stop_token_ids=stops)
         )
     return requests
 
@@ -77,11 +100,11 @@ def check(core: EngineCore) -> None:
 
 
 def test_alone_equals_transformers() -> None:
-    """Greedy requests, token for token."""
+    """Plain greedy requests, token for token."""
     reference = tiny_llama()
     reference.generation_config.eos_token_id = None
     for request in REQUESTS:
-        if not request.params.is_greedy:
+        if not request.params.is_greedy or request.params in FEATURES:
             continue
         prompt = torch.tensor([request.prompt_token_ids.tolist()])
         whole = reference.generate(
@@ -98,6 +121,19 @@ def test_seeds_matter() -> None:
     found = alone()
     assert len({tuple(tokens) for tokens in found.values()}) == len(REQUESTS)
     assert all(len(set(tokens)) > 3 for tokens in found.values()), "no request repeats one token"
+
+
+def test_features_matter() -> None:
+    for request in REQUESTS[-len(FEATURES) :]:
+        found, params = alone()[request.number], request.params
+        if params.min_tokens:
+            assert params.min_tokens < len(found) < NEW_TOKENS
+            assert [token in STOPS for token in found] == [False] * (len(found) - 1) + [True]
+        for word in params.bad_words_token_ids:
+            text = [tuple(found[i : i + len(word)]) for i in range(len(found))]
+            assert word not in text
+        if params.allowed_token_ids is not None:
+            assert set(found) <= set(params.allowed_token_ids)
 
 
 @pytest.mark.parametrize("attention", ["gather", "compiled"])

@@ -7,6 +7,7 @@ from octavo.core.request import ContextLengthError, Request, RequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.scheduling.admission import Limits, resolve_request
 
+ALL_BUT_EOS = tuple((token_id,) for token_id in range(100) if token_id != 2)
 LIMITS = Limits(vocab_size=100, max_model_len=32, num_kv_tokens=64, eos_token_ids=(2,))
 
 
@@ -61,3 +62,49 @@ def test_a_stop_token_out_of_range_is_refused() -> None:
 def test_a_biased_token_out_of_range_is_refused() -> None:
     with pytest.raises(RequestError, match="logit_bias: 100"):
         resolve([1], logit_bias={100: 1.0})
+
+
+@pytest.mark.parametrize("field", ["allowed_token_ids", "bad_words_token_ids"])
+def test_other_tokens_out_of_range_are_refused(field: str) -> None:
+    value = ((1, 100),) if field.startswith("bad") else (3, 100)
+    with pytest.raises(RequestError, match=f"{field}: 100 is out of range"):
+        resolve([1], **{field: value})
+
+
+def test_min_tokens_must_fit() -> None:
+    with pytest.raises(RequestError, match=r"min_tokens is 30, but at most 29"):
+        resolve([1, 2, 3], max_tokens=None, min_tokens=30)
+    assert resolve([1, 2, 3], max_tokens=None, min_tokens=29).max_tokens == 29
+
+
+@pytest.mark.parametrize(
+    ("params", "is_possible"),
+    [
+        ({"allowed_token_ids": (3,), "bad_words_token_ids": ((3,),)}, False),
+        ({"allowed_token_ids": (3, 4), "bad_words_token_ids": ((3,),)}, True),
+        ({"allowed_token_ids": (3,), "bad_words_token_ids": ((3, 3),)}, False),
+        ({"allowed_token_ids": (2,)}, True),
+        ({"allowed_token_ids": (2,), "min_tokens": 1}, False),
+        ({"allowed_token_ids": (2,), "min_tokens": 1, "ignore_eos": True}, True),
+        ({"allowed_token_ids": (2, 9), "min_tokens": 1, "stop_token_ids": (9,)}, False),
+        ({"bad_words_token_ids": (*ALL_BUT_EOS, (2,))}, False),
+        ({"bad_words_token_ids": ALL_BUT_EOS}, True),
+        ({"bad_words_token_ids": ALL_BUT_EOS, "min_tokens": 1}, False),
+    ],
+)
+def test_masks_must_leave_a_token(params: dict[str, object], is_possible: bool) -> None:
+    if is_possible:
+        resolve([1], **params)
+    else:
+        with pytest.raises(RequestError, match="allowed_token_ids, bad_words and min_tokens"):
+            resolve([1], **params)
+
+
+def test_bad_words_must_be_tokens_by_now() -> None:
+    with pytest.raises(RequestError, match="bad_words need a tokenizer"):
+        resolve([1], bad_words=("word",))
+
+
+def test_ends_that_the_vocabulary_lacks_are_left_out() -> None:
+    limits = Limits(vocab_size=100, max_model_len=32, num_kv_tokens=64, eos_token_ids=(2, 100))
+    assert resolve([1], limits).stop_token_ids == (2,)

@@ -150,7 +150,7 @@ def test_steady_decode_is_planned_by_what_changed() -> None:
             return super().grow(row, num_tokens, reserve=reserve)
 
     harness = Harness(num_blocks=200, block_size=16, max_num_seqs=8, max_num_batched_tokens=128)
-    harness.scheduler.manager = Counting(200, 16, 8)
+    harness.scheduler.state.manager = Counting(200, 16, 8)
     for i in range(8):
         harness.scheduler.add(request(i, [1] * 16, 33))
     for _ in range(32):

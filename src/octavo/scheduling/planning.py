@@ -1,0 +1,270 @@
+"""Makes the next step's plan: room for every decoding row, then chunks, then admissions.
+
+There is no prefill or decode mode: a row runs as many tokens as it lacks, within the budget.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octavo.core.plan import Batch, FanOut, RowInit, StepPlan, int_array
+from octavo.scheduling.groups import Group, Launched
+from octavo.scheduling.state import SchedulerState
+
+
+class Planner:
+    """Plans on a `SchedulerState`, which it changes."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can run before a result arrives."""
+        num_preemptions = self.state.num_preemptions
+        stalled = self._grow_decoding_rows()
+        decode = self._current_decode_batch(stalled)
+        budget = self.state.config.max_num_batched_tokens - (decode.num_tokens if decode else 0)
+        chunks, budget = self._plan_chunks(budget)
+        inits: list[RowInit] = []
+        forks: list[tuple[int, int]] = []
+        if not stalled and num_preemptions == self.state.num_preemptions:
+            self._admit(budget, chunks, inits)
+        batch = self._join(decode, chunks)
+        fan_outs = self._fan_out(batch, inits, forks) if batch else ()
+        drained = self.state.manager.drain()
+        if batch is None:
+            if not drained.commands:
+                return None
+            batch = Batch.empty()
+        self.state.step_id += 1
+        plan = StepPlan(
+            step_id=self.state.step_id,
+            batch=batch,
+            row_inits=tuple(inits),
+            table_deltas=drained.table_deltas,
+            commands=drained.commands,
+            fan_outs=fan_outs,
+        )
+        self._note_launch(plan, len(chunks), tuple(forks))
+        return plan
+
+    def _grow_decoding_rows(self) -> set[int]:
+        """Give each decoding row room for its next token, preempting the latest arrivals.
+
+        Returns:
+            Rows that have to sit out this step until launched steps give blocks back.
+        """
+        rows = self.state.decoding_rows()
+        crossing = rows[self.state.rows.num_computed[rows] >= self.state.manager.writable[rows]]
+        if not len(crossing):
+            return set()
+        stalled: set[int] = set()
+        for row in crossing[np.argsort(self.state.rows.arrival[crossing])].tolist():
+            while self.state.rows.is_decoding[row]:
+                if self.state.manager.grow(row, int(self.state.rows.num_computed[row]) + 1):
+                    break
+                if self._is_release_due():
+                    stalled.add(row)
+                    break
+                self.state.preempt(self.state.latest_group())
+        return {row for row in stalled if self.state.rows.is_decoding[row]}
+
+    def _is_release_due(self) -> bool:
+        """Whether a launched step will give a row's blocks back: one that ended or was preempted,
+        or one whose last step is in flight."""
+        running = (
+            len(self.state.decoding_rows()) + len(self.state.prefilling) + len(self.state.awaiting)
+        )
+        return self.state.rows.num_used > running
+
+    def _current_decode_batch(self, stalled: set[int]) -> Batch | None:
+        rows = self.state.decoding_rows()
+        if stalled:
+            rows = rows[~np.isin(rows, int_array(sorted(stalled)))]
+            return Batch.decode(rows) if len(rows) else None
+        return self.state.decode_batch if len(rows) else None
+
+    def _plan_chunks(self, budget: int) -> tuple[list[tuple[int, int]], int]:
+        chunks = []
+        for row in self.state.prefilling:
+            if budget <= 0:
+                break
+            count = min(
+                budget, int(self.state.rows.num_tokens[row] - self.state.rows.num_computed[row])
+            )
+            chunks.append((row, count))
+            self._publish(row, int(self.state.rows.num_computed[row]) + count)
+            budget -= count
+        return chunks, budget
+
+    def _publish(self, row: int, num_tokens: int) -> None:
+        """Blocks of known tokens may be hit as soon as they are planned, in this very step: each
+        layer writes keys and values before it attends."""
+        if self.state.shares_blocks(row):
+            tokens = self.state.rows.first_token_ids(row, num_tokens)
+            for block_id in self.state.manager.publish(row, tokens):
+                self.state.published.append((row, block_id))
+
+    def _admit(self, budget: int, chunks: list[tuple[int, int]], inits: list[RowInit]) -> None:
+        """Admit waiting groups in order of arrival while rows, budget and blocks last."""
+        while self.state.waiting and budget > 0 and not self.state.num_resuming:
+            group = self.state.waiting[0]
+            if self.state.rows.num_free < len(group.sequences):
+                return
+            if group.swapped is not None:
+                if not self._try_swap_in(group, inits):
+                    return
+                continue
+            cached = self._try_blocks(group)
+            if cached is None:
+                return
+            self.state.waiting.popleft()
+            group.is_fanned_out |= len(group.sequences) == 1
+            if not group.num_preemptions:
+                group.num_cached_tokens = cached[0]
+            for sequence, num_cached in zip(group.sequences, cached, strict=False):
+                self.state.take_row(sequence, num_cached)
+                inits.append(
+                    sequence.row_init(num_cached, self.state.manager.block_ids(sequence.row))
+                )
+                self.state.prefilling.append(sequence.row)
+                if budget > 0:
+                    count = min(budget, len(sequence.token_ids) - num_cached)
+                    chunks.append((sequence.row, count))
+                    self._publish(sequence.row, num_cached + count)
+                    budget -= count
+            for sequence in group.sequences[len(cached) :]:
+                self.state.take_row(sequence, len(sequence.token_ids))
+                self.state.awaiting.add(sequence.row)
+
+    def _try_blocks(self, group: Group) -> list[int] | None:
+        """Blocks for what the group has to compute: a new one's prompt once, or all sequences of
+        one that resumes, which share the full blocks of the prompt again.
+
+        Returns:
+            How many tokens of each of these sequences are cached or shared; None and no change
+            when blocks are missing.
+        """
+        reserve = self._reserve_for(group)
+        leader = group.sequences[0]
+        row = self.state.rows.peek()
+        salt = group.cache_salt
+        admission = self.state.manager.admit(row, leader.token_ids, reserve=reserve, salt=salt)
+        if admission is None:
+            return None
+        cached = [admission.num_cached_tokens]
+        if not group.is_fanned_out:
+            return cached
+        size = self.state.manager.block_size
+        shared = len(group.request.prompt_token_ids) // size * size
+        for index, sequence in enumerate(group.sequences[1:], start=1):
+            child = self.state.rows.peek(index)
+            self.state.manager.fork(row, child, shared)
+            if not self.state.manager.grow(child, len(sequence.token_ids), reserve=reserve):
+                for taken in range(index + 1):
+                    self.state.manager.free(self.state.rows.peek(taken))
+                return None
+            cached.append(shared)
+        return cached
+
+    def _try_swap_in(self, group: Group, inits: list[RowInit]) -> bool:
+        """Bring a swapped-out group back; its rows run once the transfer is reported."""
+        assert group.swapped is not None
+        tables = [group.swapped[sequence.index] for sequence in group.sequences]
+        rows = [self.state.rows.peek(index) for index in range(len(tables))]
+        transfer = self.state.manager.swap_in(tables, rows, reserve=self._reserve_for(group))
+        if transfer is None:
+            return False
+        self.state.waiting.popleft()
+        group.swapped = None
+        group.is_arriving = True
+        self.state.arriving[transfer] = (group, tables)
+        for sequence, table in zip(group.sequences, tables, strict=True):
+            self.state.take_row(sequence, table.num_computed_tokens)
+            self.state.rows.last_step[sequence.row] = self.state.step_id + 1
+            self.state.awaiting.add(sequence.row)
+            block_ids = self.state.manager.block_ids(sequence.row)
+            inits.append(sequence.row_init(table.num_computed_tokens, block_ids))
+        return True
+
+    def _fan_out(
+        self, batch: Batch, inits: list[RowInit], forks: list[tuple[int, int]]
+    ) -> tuple[FanOut, ...]:
+        """Groups whose prompt this step completes: the other samples take their first token from
+        the same logits and share the prompt's blocks."""
+        if not self.state.awaiting:
+            return ()
+        fan_outs = []
+        for parent in batch.sampled_rows.tolist():
+            sequence = self.state.sequence_of_row[parent]
+            assert sequence is not None
+            group = sequence.group
+            if group.is_fanned_out:
+                continue
+            group.is_fanned_out = True
+            children = [other for other in group.sequences if other.row != parent]
+            for child in children:
+                num_tokens = len(child.token_ids)
+                self.state.manager.fork(parent, child.row, num_tokens)
+                inits.append(child.row_init(num_tokens, self.state.manager.block_ids(child.row)))
+                forks.append((parent, child.row))
+            self.state.awaiting.difference_update(child.row for child in children)
+            if children:
+                fan_outs.append(FanOut(parent, tuple(child.row for child in children)))
+        return tuple(fan_outs)
+
+    def _reserve_for(self, group: Group) -> int:
+        """Blocks to leave free at admission, so that it does not preempt itself at once.
+
+        A new group leaves one block in a hundred; a resumed one leaves every running row a block
+        to go on with, so that it makes progress before it can be preempted again.
+        """
+        num_running = self.state.rows.num_used
+        if group.num_preemptions:
+            return num_running
+        return min(num_running, max(1, self.state.manager.num_usable_blocks // 100))
+
+    def _join(self, decode: Batch | None, chunks: list[tuple[int, int]]) -> Batch | None:
+        """One batch: the decoding rows, then the chunks."""
+        if not chunks:
+            return decode
+        pairs = int_array(chunks)
+        rows, counts = pairs[:, 0], pairs[:, 1]
+        catches_up = self.state.rows.num_computed[rows] + counts == self.state.rows.num_tokens[rows]
+        if decode is None:
+            return Batch.of(rows, counts, catches_up)
+        return Batch.of(
+            np.concatenate([decode.rows, rows]),
+            np.concatenate([decode.num_scheduled_tokens, counts]),
+            np.concatenate([decode.samples, catches_up]),
+        )
+
+    def _note_launch(
+        self, plan: StepPlan, num_chunks: int, forks: tuple[tuple[int, int], ...]
+    ) -> None:
+        columns, batch = self.state.rows, plan.batch
+        rows = batch.rows
+        columns.num_computed[rows] += batch.num_scheduled_tokens
+        sampled = plan.sampled_rows()
+        columns.last_step[rows] = plan.step_id
+        counts = columns.num_tokens[sampled] + 1
+        columns.num_tokens[sampled] = counts
+        published, self.state.published = tuple(self.state.published), []
+        self.state.launched.append(
+            Launched(plan.step_id, batch, sampled, plan.commands, published, forks)
+        )
+        if num_chunks:
+            caught_up = rows[-num_chunks:][batch.samples[-num_chunks:]]
+            if len(caught_up):
+                done = set(caught_up.tolist())
+                self.state.prefilling = [row for row in self.state.prefilling if row not in done]
+                columns.is_decoding[caught_up] = True
+                self.state.decode_batch = None
+        for _, child in forks:
+            columns.last_step[child] = plan.step_id
+            columns.is_decoding[child] = True
+        # A length stop is known now: the row needs no further step.
+        last = sampled[counts >= columns.max_length[sampled]]
+        if len(last):
+            columns.is_decoding[last] = False
+            self.state.decode_batch = None

@@ -21,7 +21,9 @@ from octavo.config import EngineConfig
 from octavo.core.request import ContextLengthError, FinishReason, QueueFullError, RequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.client import AsyncEngine, EngineDeadError, EngineStartError
-from octavo.engine.stream import RequestStream
+from octavo.engine.logprobs import TokenLogprobs
+from octavo.engine.output import OutputText
+from octavo.engine.stream import RequestState, RequestStream
 from octavo.text.tokenizer import Tokenizer
 from text.tiny_tokenizers import tiny_tokenizer
 from toy_executor import VOCAB, expected_tokens
@@ -83,6 +85,43 @@ def test_a_stop_string_ends_the_text_and_the_request() -> None:
             assert stream.num_tokens == len(cut.token_ids) < 60
             await until(lambda: is_idle(engine))
             assert engine.stats.num_steps < 60 + 60
+
+    run(test())
+
+
+def test_tokens_after_a_stop_string_lose_their_log_probabilities() -> None:
+    async def test() -> None:
+        tokenizer = tiny_tokenizer("byte_level")
+        ids = tokenizer.encode("abcdef", add_special_tokens=False)
+        assert len(ids) > 2
+        output = OutputText(tokenizer, [1], SamplingParams(stop=tokenizer.decode(ids[:2])))
+        state = RequestState(1, 1, output, 0.0, None, 16)
+        values = [TokenLogprobs(token_id, -1.0, 1) for token_id in ids]
+        state.receive(ids[:1], None, None, 1.0, values[:1])
+        state.receive(ids[1:], None, None, 1.0, values[1:])
+        delta = await state.take()
+        assert delta is not None
+        assert (delta.text, delta.finish_reason) == ("", FinishReason.STOP)
+        assert delta.token_ids == tuple(ids[:2])
+        assert delta.logprobs == tuple(values[:2])
+        assert await state.take() is None
+
+    run(test())
+
+
+def test_bad_words_are_forbidden_by_their_tokens() -> None:
+    async def test() -> None:
+        tokenizer = tiny_tokenizer("byte_level")
+        async with engine_of(tokenizer=tokenizer) as engine:
+            word = tokenizer.decode([40])  # of the toy's vocabulary
+            request = engine.resolve([1], SamplingParams(bad_words=word))
+            assert not request.params.bad_words
+            assert request.params.bad_words_token_ids
+            with pytest.raises(RequestError, match="bad_words"):
+                engine.resolve([1], SamplingParams(bad_words="\ud800"))
+        async with engine_of() as engine:
+            with pytest.raises(RequestError, match="bad_words need a tokenizer"):
+                engine.resolve([1], SamplingParams(bad_words="a"))
 
     run(test())
 

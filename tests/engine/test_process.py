@@ -262,6 +262,13 @@ def test_a_request_survives_the_wire() -> None:
         add(params=params(temperature=-1.0)),
         add(params=params(temperature="hot")),
         add(params=params(logit_bias=[(VOCAB, 1.0)])),
+        add(params=params(allowed_token_ids=[VOCAB])),
+        add(params=params(allowed_token_ids=[])),
+        add(params=params(allowed_token_ids=[5], min_tokens=1)),
+        add(params=params(bad_words_token_ids=[[1, VOCAB]])),
+        add(params=params(bad_words=["not converted"])),
+        add(params=params(min_tokens=5)),
+        add(params=params(logprobs=21)),
         add(params=params(logit_bias=[(1, float("inf"))])),
         add(params=params(top_p=float("nan"))),
     ],
@@ -287,6 +294,7 @@ def test_outputs_survive_the_wire() -> None:
     assert isinstance(message, StepMessage)
     assert list(message.tokens()) == [(3, 7), (2**40, 9)]
     assert message.stats == EngineStats(num_running=2)
+    assert (message.logprobs, message.prompt_logprobs) == (None, ())
 
 
 def test_a_config_is_checked_again_on_the_other_side() -> None:

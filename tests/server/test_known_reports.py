@@ -162,7 +162,11 @@ def test_a_very_small_pool_hangs_instead_of_refusing(start: Start) -> None:
     server = start(engine={"kv_memory": str(2 * BLOCK_BYTES)}).wait_ready()  # one block
     url = f"{server.url}/v1/completions"
     assert httpx.post(url, json={"prompt": "xx", "max_tokens": 16}).status_code == 400
-    fits = {"prompt": "xx", "max_tokens": 15, "n": 6}  # one after another
+    # Samples run together, prompts one after another.
+    fits = {"prompt": ["xx"] * 6, "max_tokens": 15, "ignore_eos": True}
+    never = httpx.post(url, json=fits | {"prompt": "xx", "n": 6})
+    assert never.status_code == 400
+    assert "6 samples of 17 tokens do not fit" in never.json()["error"]["message"]
     answer = httpx.post(url, json=fits, timeout=60).json()
     assert answer["usage"]["completion_tokens"] == 90
     server.wait_idle()

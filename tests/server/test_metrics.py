@@ -63,7 +63,7 @@ def test_counts_of_two_choices_a_refusal_and_a_stop_are_exact(server: TinyServer
     after = server.wait_idle()
     changes = {name: after[name] - before[name] for name in NAMES if after[name] != before[name]}
     assert changes == {
-        "octavo_prompt_tokens_total": 3 * 4,
+        "octavo_prompt_tokens_total": 2 * 4,  # two choices share one
         "octavo_generation_tokens_total": 2 * 9 + num_stopped,
         'octavo_request_success_total{finished_reason="stop"}': 1,
         'octavo_request_success_total{finished_reason="length"}': 2,

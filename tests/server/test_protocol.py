@@ -35,13 +35,35 @@ def test_everything_that_is_supported_reaches_the_sampling_params() -> None:
         stream=True,
         stream_options={"include_usage": True},
         logit_bias={"5": -100, "7": 0.5},
+        presence_penalty=1,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        min_tokens=2,
+        include_stop_str_in_output=True,
+        bad_words=["no"],
+        allowed_token_ids=[7, 9],
+        logprobs=3,
+        prompt_logprobs=0,
     )
     params = body.sampling_params(9)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1, 0.5, 3, 0.1)
     assert (params.seed, params.stop, params.stop_token_ids) == (-4, ("a", "b"), (7,))
     assert (params.ignore_eos, params.max_tokens) == (True, 9)
     assert params.logit_bias == ((5, -100.0), (7, 0.5))
+    assert (params.presence_penalty, params.frequency_penalty) == (1, -0.5)
+    assert (params.repetition_penalty, params.min_tokens) == (1.5, 2)
+    assert params.include_stop_str_in_output
+    assert (params.bad_words, params.allowed_token_ids) == (("no",), (7, 9))
+    assert (params.logprobs, params.prompt_logprobs) == (3, 0)
     assert body.include_usage
+
+
+def test_an_echo_asks_for_as_much_of_the_prompt() -> None:
+    assert decode(prompt="x", echo=True).num_prompt_logprobs is None
+    assert decode(prompt="x", echo=True, logprobs=3).num_prompt_logprobs == 3
+    assert decode(prompt="x", echo=True, logprobs=3, prompt_logprobs=5).num_prompt_logprobs == 5
+    assert decode(prompt="x", echo=True, logprobs=3, prompt_logprobs=1).num_prompt_logprobs == 3
+    assert decode(prompt="x", logprobs=3, prompt_logprobs=1).num_prompt_logprobs == 1
 
 
 def test_nulls_harmless_values_and_unknown_fields_are_taken() -> None:
@@ -59,9 +81,8 @@ def test_nulls_harmless_values_and_unknown_fields_are_taken() -> None:
         ("echo", True),
         ("suffix", "end"),
         ("logprobs", 0),
-        ("logprobs", True),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
+        ("top_logprobs", 1),
+        ("prompt_logprobs", 1),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from octavo.config import EngineConfig
-from octavo.core.request import Finished, FinishReason, QueueFullError, Request, RequestError
+from octavo.core.request import FinishReason, QueueFullError, Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.background import in_thread
 from octavo.engine.child import (
@@ -26,6 +25,7 @@ from octavo.engine.child import (
     private_socket_path,
     remove_socket_path,
 )
+from octavo.engine.door import checked_request, states_of
 from octavo.engine.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -42,10 +42,10 @@ from octavo.engine.messages import (
     decode_from_engine,
     encode,
 )
-from octavo.engine.output import OutputText
+from octavo.engine.outstanding import Outstanding
 from octavo.engine.report import EngineReport, EngineStats
-from octavo.engine.stream import Observer, RequestState, RequestStream
-from octavo.scheduling.admission import Limits, resolve_request
+from octavo.engine.stream import Observer, RequestStream
+from octavo.scheduling.admission import Limits
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -80,14 +80,12 @@ class AsyncEngine:
         self.observer: Observer | None = None
         self.error: str | None = None
         self._loop = asyncio.get_running_loop()
-        self._states: dict[int, RequestState] = {}
+        self._outstanding = Outstanding()
         self._next_number = 0
         # Since when the engine owes news, of a step or of being idle.
         self._owed_since_s: float | None = None
         self._ready: asyncio.Future[EngineReport] = self._loop.create_future()
         self._exited = asyncio.Event()
-        self._drained = asyncio.Event()
-        self._drained.set()
         self._is_started = False
         self._is_closing = False
         self._stopping: asyncio.Task[None] | None = None
@@ -162,7 +160,7 @@ class AsyncEngine:
 
     @property
     def num_outstanding(self) -> int:
-        return len(self._states)
+        return len(self._outstanding)
 
     @property
     def max_outstanding(self) -> int:
@@ -205,35 +203,17 @@ class AsyncEngine:
             raise EngineDeadError(_headline(self.error))
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down")
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop needs a tokenizer, which this model has not")
         request = self.resolve(prompt_token_ids, params, n, cache_salt)
-        if len(self._states) + n > self.max_outstanding:
+        if self.num_outstanding + n > self.max_outstanding:
             raise QueueFullError(
-                f"{len(self._states)} requests run or wait already (max_num_seqs + "
+                f"{self.num_outstanding} requests run or wait already (max_num_seqs + "
                 f"max_queued_requests = {self.max_outstanding}); try again later"
             )
         self._next_number += n
-        states = [self._state_of(request, index) for index in range(n)]
+        states = states_of(request, self.tokenizer, self.observer)
         self._send(AddRequest.of(request))
-        self._states.update((state.number, state) for state in states)
-        self._drained.clear()
+        self._outstanding.add(states)
         return [RequestStream(state, self._abort) for state in states]
-
-    def _state_of(self, request: Request, index: int) -> RequestState:
-        output = None
-        if self.tokenizer is not None:
-            prompt = request.prompt_token_ids.tolist()
-            output = OutputText(self.tokenizer, prompt, request.params)
-        return RequestState(
-            request.number + index,
-            len(request.prompt_token_ids),
-            output,
-            time.monotonic(),
-            self.observer,
-            request.max_tokens,
-            runs_prompt=index == 0,
-        )
 
     def resolve(
         self,
@@ -243,14 +223,14 @@ class AsyncEngine:
         cache_salt: str = "",
     ) -> Request:
         """What `submit_samples` would send, checked against the limits. Raises as `submit`."""
-        return resolve_request(
+        return checked_request(
             self._next_number,
             prompt_token_ids,
             params,
             self.limits,
-            random_seed=secrets.randbits(63),
-            n=n,
-            cache_salt=cache_salt,
+            self.tokenizer,
+            n,
+            cache_salt,
         )
 
     def reset_prefix_cache(self) -> None:
@@ -265,7 +245,7 @@ class AsyncEngine:
         if drain_timeout_s > 0 and self.error is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_timeout_s):
-                    await self._drained.wait()
+                    await self._outstanding.wait_empty()
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop(), name="octavo-engine-stop")
         await asyncio.shield(self._stopping)
@@ -292,9 +272,7 @@ class AsyncEngine:
             self._digest_step(message)
         elif isinstance(message, Rejected):
             for number in range(message.number, message.number + message.n):
-                state = self._forget(number)
-                if state is not None:
-                    state.fail(message.error(), FinishReason.ERROR, time.monotonic())
+                self._outstanding.end(number, message.error(), FinishReason.ERROR)
         elif isinstance(message, Ready):
             if not self._ready.done():
                 self._ready.set_result(message.report)
@@ -307,52 +285,16 @@ class AsyncEngine:
     def _digest_step(self, message: StepMessage) -> None:
         if message.stats is not None:
             self.stats = message.stats
-        for number, waited_s in message.started:
-            if number in self._states:
-                self._states[number].start(waited_s)
-        tokens: dict[int, list[int]] = {}
-        for number, token_id in message.tokens():
-            tokens.setdefault(number, []).append(token_id)
-        ends: dict[int, Finished] = {}
-        for finished in message.finished:
-            ends[finished.number] = finished
-            tokens.setdefault(finished.number, [])
         now = time.monotonic()
-        aborted = []
-        for number, token_ids in tokens.items():
-            state = self._states.get(number)
-            if state is None:  # aborted; the engine did not know yet
-                continue
-            end = ends.get(number)
-            try:
-                if end is None:
-                    state.receive(token_ids, None, None, now)
-                else:
-                    state.num_cached_tokens = end.num_cached_tokens
-                    state.receive(token_ids, end.reason, end.error, now)
-            except Exception as error:  # a text that cannot be made concerns its request only
-                logger.exception("request %d failed in the front end", number)
-                state.fail(error, FinishReason.ERROR, now)
-            if state.finish_reason is not None:
-                self._forget(number)
-                if end is None:  # a stop string, or the failure above
-                    aborted.append(number)
-        has_work = bool(self._states or self.stats.num_running or self.stats.num_waiting)
+        given_up = self._outstanding.digest(message, now)
+        has_work = bool(self.num_outstanding or self.stats.num_running or self.stats.num_waiting)
         self._owed_since_s = now if has_work else None
-        if aborted:
-            self._send(Abort(tuple(aborted)))
-
-    def _forget(self, number: int) -> RequestState | None:
-        state = self._states.pop(number, None)
-        if not self._states:
-            self._drained.set()
-        return state
+        if given_up:
+            self._send(Abort(given_up))
 
     def _abort(self, number: int) -> None:
-        state = self._forget(number)
-        if state is None:
+        if not self._outstanding.end(number, None, FinishReason.ABORT):
             return
-        state.fail(None, FinishReason.ABORT, time.monotonic())
         if self.error is None and self._stopping is None:
             self._send(Abort((number,)))
 
@@ -380,17 +322,12 @@ class AsyncEngine:
             num_waiting=0,
             num_free_blocks=self.stats.num_usable_blocks,
         )
-        self._fail_all(_headline(error))
-
-    def _fail_all(self, reason: str) -> None:
-        now = time.monotonic()
-        for number in list(self._states):
-            state = self._forget(number)
-            if state is not None:
-                state.fail(EngineDeadError(reason), FinishReason.ERROR, now)
+        self._outstanding.end_all(lambda: EngineDeadError(_headline(error)))
 
     async def _stop(self) -> None:
-        self._fail_all("the engine was stopped before the request ended")
+        self._outstanding.end_all(
+            lambda: EngineDeadError("the engine was stopped before the request ended")
+        )
         if self._child is not None:
             if self._is_started and self.error is None:
                 self._send(Shutdown())

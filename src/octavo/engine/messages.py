@@ -24,18 +24,18 @@ from octavo.core.request import (
 )
 from octavo.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from octavo.engine.report import EngineReport, EngineStats
-from octavo.scheduling.admission import Limits
+from octavo.engine.wire import INT64, WireLogprobs, WirePrompt, array_in, ints_in, ints_out
+from octavo.scheduling.admission import Limits, check_sampling
 
-# The longest prompt that a config allows is 2**24 tokens of four bytes; the rest is small.
-MAX_MESSAGE_BYTES = 4 * 2**24 + 2**20
+# The longest prompt that a config allows is 2**24 tokens of four bytes, the largest step 2**20 of
+# 180 bytes where all ask for the log probabilities of 20; the rest is small.
+MAX_MESSAGE_BYTES = 192 * 2**20
 MAX_START_BYTES = 2**20
 # A model's own end-of-sequence ids join the client's.
 _MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 1024
 
 MAX_CACHE_SALT_BYTES = 1024
 
-_TOKEN = np.dtype("<i4")
-_NUMBER = np.dtype("<i8")
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (RequestError, ContextLengthError, QueueFullError)
 }
@@ -80,7 +80,7 @@ class AddRequest(_Message, frozen=True):
         params = replace(request.params, stop=())
         return cls(
             request.number,
-            request.prompt_token_ids.astype(_TOKEN, copy=False).tobytes(),
+            ints_out(request.prompt_token_ids),
             msgspec.Raw(_encoder.encode(params)),
             request.max_tokens,
             request.seed,
@@ -99,7 +99,7 @@ class AddRequest(_Message, frozen=True):
             params = _params_decoder.decode(self.params)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise RequestError(f"wrong sampling parameters: {error}") from error
-        prompt = _array(self.prompt, _TOKEN, np.dtype(np.int32))
+        prompt = ints_in(self.prompt)
         if not len(prompt):
             raise RequestError("the prompt is empty")
         if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
@@ -115,8 +115,7 @@ class AddRequest(_Message, frozen=True):
         stops = self.stop_token_ids
         if len(stops) > _MAX_STOP_IDS or any(not 0 <= i < limits.vocab_size for i in stops):
             raise RequestError("stop_token_ids are too many or out of range")
-        if any(token_id >= limits.vocab_size for token_id, _ in params.logit_bias):
-            raise RequestError("a token id of logit_bias is out of range")
+        check_sampling(params, self.max_tokens, stops, limits.vocab_size)
         return Request(
             number=self.number,
             prompt_token_ids=prompt,
@@ -165,7 +164,7 @@ class StepMessage(_Message, frozen=True):
     """What a step brought: ``token_ids[i]`` (int32) is for request ``numbers[i]`` (int64).
 
     ``started`` pairs requests that this step ran for the first time with the seconds that they had
-    waited in the engine.
+    waited in the engine. ``logprobs`` and ``prompt_logprobs`` are for the requests that asked.
     """
 
     numbers: bytes
@@ -173,6 +172,8 @@ class StepMessage(_Message, frozen=True):
     finished: tuple[Finished, ...]
     stats: EngineStats | None
     started: tuple[tuple[int, float], ...] = ()
+    logprobs: WireLogprobs | None = None
+    prompt_logprobs: tuple[WirePrompt, ...] = ()
 
     @classmethod
     def of(
@@ -182,17 +183,29 @@ class StepMessage(_Message, frozen=True):
         started: tuple[tuple[int, float], ...] = (),
     ) -> StepMessage:
         return cls(
-            outputs.numbers.astype(_NUMBER, copy=False).tobytes(),
-            outputs.token_ids.astype(_TOKEN, copy=False).tobytes(),
+            outputs.numbers.astype(INT64, copy=False).tobytes(),
+            ints_out(outputs.token_ids),
             outputs.finished,
             stats,
             started,
+            None if outputs.logprobs is None else WireLogprobs.of(outputs.logprobs),
+            tuple([WirePrompt.of(piece) for piece in outputs.prompt_logprobs]),
+        )
+
+    def outputs(self) -> StepOutputs:
+        """What `of` was given."""
+        return StepOutputs(
+            array_in(self.numbers, INT64, np.dtype(np.int64)),
+            ints_in(self.token_ids),
+            self.finished,
+            None if self.logprobs is None else self.logprobs.logprobs(),
+            tuple([piece.piece() for piece in self.prompt_logprobs]),
         )
 
     def tokens(self) -> zip[tuple[int, int]]:
         """Pairs of request number and token id."""
-        numbers = _array(self.numbers, _NUMBER, _NUMBER).tolist()
-        return zip(numbers, _array(self.token_ids, _TOKEN, _TOKEN).tolist(), strict=True)
+        numbers = array_in(self.numbers, INT64, np.dtype(np.int64)).tolist()
+        return zip(numbers, ints_in(self.token_ids).tolist(), strict=True)
 
 
 class Rejected(_Message, frozen=True):
@@ -258,9 +271,3 @@ def decode_start(line: bytes) -> Start:
         return msgspec.json.decode(line, type=Start)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise MessageError(f"not a start message: {error}") from error
-
-
-def _array(data: bytes, wire: np.dtype, native: np.dtype) -> np.ndarray:
-    if len(data) % wire.itemsize:
-        raise RequestError(f"{len(data)} bytes are not a whole number of {wire} values")
-    return np.frombuffer(data, dtype=wire).astype(native, copy=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from octavo.core.request import FinishReason
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.logprobs import TokenLogprobs
 from octavo.text.detokenizer import IncrementalDetokenizer
 from octavo.text.stop_strings import StopStrings
 from octavo.text.tokenizer import Tokenizer
@@ -20,12 +21,14 @@ class OutputDelta:
     """What a step added to a request: text that is safe to show, and the tokens behind it.
 
     ``finish_reason`` is set on the last delta only; ``error`` says why when it is ``error``.
+    ``logprobs`` has an entry for each of ``token_ids`` where `SamplingParams` asked for them.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class OutputText:

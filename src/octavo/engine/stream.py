@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
+from octavo.core.plan import PromptLogprobs
 from octavo.core.request import FinishReason
+from octavo.engine.logprobs import PromptScores, TokenLogprobs
 from octavo.engine.output import OutputDelta, OutputText
 
 
@@ -64,6 +66,7 @@ class RequestState:
         max_tokens: int,
         *,
         runs_prompt: bool = True,
+        prompt_scores: PromptScores | None = None,
     ) -> None:
         self.number = number
         self.num_prompt_tokens = num_prompt_tokens
@@ -71,6 +74,8 @@ class RequestState:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
+        # All samples of a request share them; only the first receives.
+        self.prompt_scores = prompt_scores
         self._output = output
         self._created_s = created_s
         self._started_s: float | None = None
@@ -82,6 +87,7 @@ class RequestState:
         self._runs_prompt = runs_prompt
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._error: str | None = None
         self._exception: Exception | None = None
         self._is_final_taken = False
@@ -104,17 +110,29 @@ class RequestState:
             decode_s=None if first is None or last is None else last - first,
         )
 
+    def receive_prompt(self, piece: PromptLogprobs) -> None:
+        """Keep what a step says of the prompt. The last piece comes before the first token."""
+        if self.prompt_scores is not None:
+            self.prompt_scores.add(piece)
+
     def receive(
-        self, token_ids: Sequence[int], reason: FinishReason | None, error: str | None, now_s: float
+        self,
+        token_ids: Sequence[int],
+        reason: FinishReason | None,
+        error: str | None,
+        now_s: float,
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         """Digest a step's tokens. Sets `finish_reason` when the request is over, also where only
-        a stop string says so."""
+        a stop string says so. ``logprobs`` has an entry for each token, or none at all."""
         if self._output is None:
             delta = OutputDelta("", tuple(token_ids), reason, error)
         else:
             delta = self._output.add(token_ids, reason, error)
         self._texts.append(delta.text)
         self._token_ids.extend(delta.token_ids)
+        if logprobs:
+            self._logprobs.extend(logprobs[: len(delta.token_ids)])
         self._note_tokens(len(delta.token_ids), now_s)
         if delta.finish_reason is not None:
             self._error = delta.error
@@ -129,6 +147,7 @@ class RequestState:
             self._is_final_taken = True
             self._texts.clear()
             self._token_ids.clear()
+            self._logprobs.clear()
         self._end(reason, now_s)
         self._wake()
 
@@ -147,17 +166,19 @@ class RequestState:
 
     def _take(self) -> OutputDelta:
         text, token_ids = "".join(self._texts), tuple(self._token_ids)
+        logprobs = tuple(self._logprobs)
         self._texts.clear()
         self._token_ids.clear()
+        self._logprobs.clear()
         if self.finish_reason is None:
-            return OutputDelta(text, token_ids)
+            return OutputDelta(text, token_ids, logprobs=logprobs)
         if self._exception is not None:
             if token_ids:
-                return OutputDelta(text, token_ids)
+                return OutputDelta(text, token_ids, logprobs=logprobs)
             self._is_final_taken = True
             raise self._exception
         self._is_final_taken = True
-        return OutputDelta(text, token_ids, self.finish_reason, self._error)
+        return OutputDelta(text, token_ids, self.finish_reason, self._error, logprobs)
 
     def _note_tokens(self, num_tokens: int, now_s: float) -> None:
         if not num_tokens:
@@ -213,6 +234,13 @@ class RequestStream(AsyncIterator[OutputDelta]):
     def num_cached_tokens(self) -> int:
         """Prompt tokens that came from the prefix cache; known at the end."""
         return self._state.num_cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """An entry for each token of the prompt, None for its first; complete once there is a
+        delta. None where `SamplingParams` did not ask."""
+        scores = self._state.prompt_scores
+        return None if scores is None else scores.values()
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -28,11 +28,50 @@ class Usage(msgspec.Struct):
         return cls(num_prompt_tokens, num_tokens, total, details)
 
 
+class CompletionLogprobs(msgspec.Struct):
+    """An entry for each token; ``text_offset`` is where it begins in the choice's text, in
+    characters. Nothing is known of a prompt's first token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptToken(msgspec.Struct):
+    """``rank`` counts from 1, the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class CompletionChoice(msgspec.Struct):
+    """``prompt_logprobs`` (vLLM's) is left out where nobody asked for it: for each token of the
+    prompt but the first, the token itself and the likeliest in its place, by id."""
+
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    prompt_logprobs: list[dict[int, PromptToken] | None] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatTopToken(msgspec.Struct):
+    """``bytes`` is exact where ``token`` is half a character; null where it is not known."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatToken(ChatTopToken):
+    top_logprobs: list[ChatTopToken]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatToken]
+    refusal: None = None
 
 
 class ChatMessage(msgspec.Struct):
@@ -44,7 +83,7 @@ class ChatMessage(msgspec.Struct):
 class ChatChoice(msgspec.Struct):
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
 
@@ -56,7 +95,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
 class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
 

@@ -59,10 +59,10 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
     async def completions(request: Request) -> Response:
         body = await read(request, CompletionRequest)
         name = names.check(body.model)
-        generation, echoes = await start_completion(engine, body)
+        generation, prompts = await start_completion(engine, body)
         metrics.on_choices(body.num_choices)
         request_id = request.state.request_id
-        shape = CompletionShape(name, request_id, echoes, body.num_choices)
+        shape = CompletionShape(name, request_id, body, generation, prompts, engine.tokenizer)
         return await respond(request, body, generation, shape)
 
     @app.post("/v1/chat/completions")
@@ -71,7 +71,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
         name = names.check(body.model)
         generation = await start_chat(engine, body)
         metrics.on_choices(body.num_choices)
-        return await respond(request, body, generation, ChatShape(name, request.state.request_id))
+        shape = ChatShape(name, request.state.request_id, body, engine.tokenizer)
+        return await respond(request, body, generation, shape)
 
     @app.post("/tokenize")
     async def tokenize_text(request: Request) -> Response:

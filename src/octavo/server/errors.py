@@ -16,8 +16,18 @@ from octavo.text.chat_template import ChatTemplateError
 from octavo.text.tokenizer import TokenizerError
 
 INVALID = "invalid_request_error"
-# Fields that only the engine's limits can judge; its messages start with them.
-_ENGINE_FIELDS = ("stop_token_ids", "logit_bias")
+# Fields that only the engine's limits can judge, and its word for them, with which its messages
+# start.
+_ENGINE_FIELDS = {
+    "n": "n",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "logit_bias": "logit_bias",
+    "min_tokens": "min_tokens",
+    "allowed_token_ids": "allowed_token_ids",
+    "bad_words": "bad_words",
+    "bad_words_token_ids": "bad_words",
+}
 
 
 class APIError(Exception):
@@ -75,8 +85,8 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, ChatTemplateError):
         return APIError(text, param="messages")
     if isinstance(error, RequestError | TokenizerError):
-        field = text.partition(":")[0]
-        return APIError(text, param=field if field in _ENGINE_FIELDS else None)
+        word = text.partition(" ")[0].rstrip(":,")
+        return APIError(text, param=_ENGINE_FIELDS.get(word))
     if isinstance(error, QueueFullError):
         return APIError(
             text,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from octavo.core.request import FinishReason
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.client import AsyncEngine
+from octavo.engine.logprobs import TokenLogprobs
 from octavo.engine.output import OutputDelta
 from octavo.engine.stream import RequestStream
 from octavo.server.answers import Usage
@@ -22,10 +24,17 @@ class Result:
 
     finish_reason: FinishReason | None = None
     texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens, by the model's raw distribution."""
+        total = sum(value.logprob for value in self.logprobs)
+        return total / len(self.logprobs) if self.logprobs else -math.inf
 
 
 class Generation:
@@ -36,6 +45,9 @@ class Generation:
         RequestError, QueueFullError, EngineDeadError: a prompt was refused; none has been kept.
         APIError: there are more choices than the engine ever takes.
     """
+
+    # The field that says how many.
+    _field = "n"
 
     def __init__(
         self,
@@ -49,9 +61,10 @@ class Generation:
         room = engine.max_outstanding
         if len(prompts) * n > room:
             raise APIError(
-                f"the request asks for {len(prompts) * n} choices ({len(prompts)} prompts, n {n}), "
+                f"the request asks for {len(prompts) * n} choices ({len(prompts)} prompts, "
+                f"{self._field} {n}), "
                 f"more than the {room} that this server runs and queues; ask for fewer",
-                param="n" if n > 1 else "prompt",
+                param=self._field if n > 1 else "prompt",
             )
         self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self._streams: list[RequestStream] = []
@@ -61,6 +74,14 @@ class Generation:
         except BaseException:
             self.abort()
             raise
+        self._num_choices = len(self._streams)
+
+    def prompt_logprobs(self, prompt: int) -> tuple[TokenLogprobs | None, ...]:
+        """An entry for each token of a prompt, once it has a delta: the first is None. They must
+        have been asked for."""
+        found = self._streams[prompt * self._n].prompt_logprobs
+        assert found is not None
+        return found
 
     def usage(self) -> Usage:
         num_cached = sum(stream.num_cached_tokens for stream in self._streams[:: self._n])
@@ -94,10 +115,11 @@ class Generation:
 
     async def results(self) -> list[Result]:
         """Every choice, once all are complete. Raises as `deltas`."""
-        results = [Result() for _ in self._streams]
+        results = [Result() for _ in range(self._num_choices)]
         try:
             async for index, delta in self.deltas():
                 results[index].texts.append(delta.text)
+                results[index].logprobs += delta.logprobs
                 results[index].finish_reason = delta.finish_reason
         finally:
             self.abort()
@@ -120,6 +142,79 @@ class Generation:
             "finish_reason": ",".join(sorted(reasons)) or None,
             **times,
         }
+
+
+class BestOf(Generation):
+    """Of ``best_of`` samples for each prompt the ``n`` whose tokens have the highest mean log
+    probability, best first. All of them count.
+
+    Raises as `Generation`.
+    """
+
+    _field = "best_of"
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        n: int = 1,
+        cache_salt: str = "",
+        *,
+        best_of: int,
+    ) -> None:
+        if best_of > engine.limits.max_num_seqs:
+            raise APIError(
+                f"best_of is {best_of}, but at most {engine.limits.max_num_seqs} sequences run at "
+                "once (--max-num-seqs); ask for fewer",
+                param="best_of",
+            )
+        if params.logprobs is None:
+            params = replace(params, logprobs=0)
+        self._num_best = n
+        super().__init__(engine, prompts, params, best_of, cache_salt)
+
+    async def results(self) -> list[Result]:
+        results = await super().results()
+        best: list[Result] = []
+        for start in range(0, len(results), self._n):
+            samples = results[start : start + self._n]
+            samples.sort(key=lambda result: result.mean_logprob, reverse=True)
+            best += samples[: self._num_best]
+        return best
+
+
+class ScoredPrompts(Generation):
+    """Computes prompts for their log probabilities and shows no more: the answer to ``max_tokens``
+    0 with ``echo`` and ``logprobs``. The one token that each samples is dropped.
+
+    Raises as `Generation`.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        n: int = 1,
+        cache_salt: str = "",
+    ) -> None:
+        super().__init__(engine, prompts, replace(params, logprobs=None), 1, cache_salt)
+        self._num_shown = n
+        self._num_choices *= n
+
+    def usage(self) -> Usage:
+        num_cached = sum(stream.num_cached_tokens for stream in self._streams)
+        return Usage.of(self._num_prompt_tokens, 0, num_cached)
+
+    async def deltas(self) -> AsyncIterator[tuple[int, OutputDelta]]:
+        async for prompt, delta in super().deltas():
+            if delta.finish_reason is not None:
+                for choice in range(self._num_shown):
+                    yield (
+                        prompt * self._num_shown + choice,
+                        OutputDelta("", (), FinishReason.LENGTH),
+                    )
 
 
 class EchoedPrompts(Generation):

@@ -1,8 +1,8 @@
 """The OpenAPI description of the server: made from the structs that are read and answered.
 
 msgspec gives the types; the ranges that are checked by hand are added here, so that what the
-description allows is what the server takes (but for prompts that are too long, unknown models and
-templates that refuse).
+description allows is what the server takes (but for prompts that are too long, unknown models,
+templates that refuse and fields that others bound, which their descriptions tell).
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ import msgspec
 
 from octavo import __version__
 from octavo.core.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
     MAX_SEED,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
@@ -161,6 +167,8 @@ def _describe_requests(schemas: Schema, vocab_size: int, max_length: int) -> Non
     text = {"type": "string", "minLength": 1}
     stop = text | {"maxLength": MAX_STOP_STRING_CHARS}
     limit = {"type": "integer", "minimum": 1, "maximum": max_length}
+    penalty = {"type": "number", "minimum": -MAX_PENALTY, "maximum": MAX_PENALTY}
+    top = {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}
     message = {
         "type": "object",
         "properties": {"role": {"enum": list(ROLES)}, "content": _content()},
@@ -193,6 +201,32 @@ def _describe_requests(schemas: Schema, vocab_size: int, max_length: int) -> Non
             },
             "maxProperties": MAX_LOGIT_BIASES,
         },
+        "presence_penalty": penalty,
+        "frequency_penalty": penalty,
+        "repetition_penalty": {
+            "type": "number",
+            "exclusiveMinimum": 0,
+            "maximum": MAX_REPETITION_PENALTY,
+        },
+        "min_tokens": {
+            "type": "integer",
+            "description": "At most max_tokens.",
+            "minimum": 0,
+            "maximum": max_length,
+        },
+        "bad_words": {
+            "type": "array",
+            "items": text | {"maxLength": MAX_BAD_WORD_CHARS},
+            "maxItems": MAX_BAD_WORDS,
+        },
+        "allowed_token_ids": {
+            "type": "array",
+            "items": token,
+            "minItems": 1,
+            "maxItems": MAX_ALLOWED_TOKEN_IDS,
+        },
+        "prompt_logprobs": top,
+        "top_logprobs": top | {"description": "Needs logprobs: true."},
         "max_tokens": limit,
         "max_completion_tokens": limit,
         "messages": messages,
@@ -215,10 +249,15 @@ def _describe_requests(schemas: Schema, vocab_size: int, max_length: int) -> Non
     ]
     completion = schemas["CompletionRequest"]
     completion["properties"]["prompt"] = {"anyOf": [*prompts, *prompt_list]}
-    completion["properties"]["best_of"] = {
-        "description": "Only the value of n is supported: leave best_of out.",
-        "enum": [1, None],
-    }
+    completion["properties"]["logprobs"] = _or_null(top)
+    completion["properties"]["best_of"] = _or_null(
+        {
+            "type": "integer",
+            "description": "At least n; more than n cannot be streamed.",
+            "minimum": 1,
+            "maximum": MAX_CHOICES,
+        }
+    )
     completion["properties"]["max_tokens"] = _or_null(limit | {"minimum": 0})
     completion["required"] = ["prompt"]
     schemas["ChatRequest"]["properties"]["messages"] = messages

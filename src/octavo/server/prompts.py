@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from octavo.core.request import ContextLengthError
+from octavo.core.sampling_params import SamplingParams
 from octavo.server.errors import APIError
 from octavo.server.protocol import TokenizeRequest
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.bad_words import with_bad_word_tokens
+from octavo.text.tokenizer import Tokenizer, TokenizerError
 
 T = TypeVar("T")
 
@@ -57,6 +59,23 @@ async def prompt_texts(prompt: Prompt, tokenizer: Tokenizer | None) -> list[str]
 
     num_parts = sum(len(item) for item in items)
     return await _maybe_on_thread(num_parts, lambda: [text(item) for item in items])
+
+
+async def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """``params`` with the tokens of its ``bad_words``.
+
+    Raises:
+        APIError: there is no tokenizer, or a word cannot be forbidden.
+    """
+    if not params.bad_words:
+        return params
+    if tokenizer is None:
+        raise APIError("this model has no tokenizer; leave bad_words out", param="bad_words")
+    num_chars = sum(map(len, params.bad_words))
+    try:
+        return await _maybe_on_thread(num_chars, lambda: with_bad_word_tokens(params, tokenizer))
+    except TokenizerError as error:
+        raise APIError(str(error), param="bad_words") from error
 
 
 async def tokenize(

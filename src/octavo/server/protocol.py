@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from octavo.server.errors import APIError
 
 MAX_CHOICES = 128
@@ -24,24 +24,23 @@ _SAMPLING = (
     "seed",
     "ignore_eos",
     "logit_bias",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "bad_words",
+    "allowed_token_ids",
 )
 
 # Field -> values that ask for nothing. Everything else is refused.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (0,),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "tools": ([],),
@@ -103,6 +102,13 @@ class GenerationRequest(_Unsupported, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[int, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Only requests of the same salt share cached prefixes.
@@ -120,6 +126,21 @@ class GenerationRequest(_Unsupported, kw_only=True):
     def num_choices(self) -> int:
         """For each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told beside each token; None: nothing is told."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for each token of the prompt."""
+        return None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer tells of any."""
+        return self.num_logprobs is not None or self.num_prompt_logprobs is not None
 
     def refuse_unsupported(self) -> None:
         """Raises `APIError` naming a field that asks for something that is not supported."""
@@ -157,6 +178,8 @@ class GenerationRequest(_Unsupported, kw_only=True):
                 max_tokens=max_tokens,
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
                 stop_token_ids=tuple(self.stop_token_ids or ()),
+                logprobs=self.num_logprobs,
+                prompt_logprobs=self.num_prompt_logprobs,
                 **given,
             )
         except ValueError as error:
@@ -164,21 +187,42 @@ class GenerationRequest(_Unsupported, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    """A body of ``POST /v1/completions``; ``prompt`` is a text, token ids, or a list of either."""
+    """A body of ``POST /v1/completions``; ``prompt`` is a text, token ids, or a list of either.
+    Of ``best_of`` samples the ``n`` likeliest are the choices."""
 
-    supported: ClassVar[frozenset[str]] = frozenset({"echo"})
+    supported: ClassVar[frozenset[str]] = frozenset({"echo", "prompt_logprobs"})
 
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     best_of: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """For each prompt; at least `num_choices`."""
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """An echoed prompt is told of like the rest of the text."""
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((number for number in asked if number is not None), default=None)
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
-        if self.best_of is not None and self.best_of != self.num_choices:
+        for name in ("logprobs", "prompt_logprobs"):
+            _check_range(name, getattr(self, name), 0, MAX_LOGPROBS)
+        _check_range("best_of", self.best_of, self.num_choices, MAX_CHOICES)
+        if self.stream and self.num_samples > self.num_choices:
             raise APIError(
-                f"best_of {self.best_of} is not supported; leave best_of out or send n",
+                "best_of cannot be streamed: which samples are best is known at the end; leave "
+                "stream or best_of out",
                 param="best_of",
-                code="unsupported_parameter",
             )
 
 
@@ -186,8 +230,25 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """A body of ``POST /v1/chat/completions``. ``max_tokens`` is the older name of
     ``max_completion_tokens``, which wins."""
 
+    supported: ClassVar[frozenset[str]] = frozenset({"top_logprobs"})
+
     messages: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        _check_range("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
+        if self.top_logprobs and not self.logprobs:
+            raise APIError(
+                "top_logprobs needs logprobs: true; send it or leave top_logprobs out",
+                param="top_logprobs",
+            )
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -234,10 +295,15 @@ def decode_request(body: bytes, kind: type[R]) -> R:
     return request
 
 
+def _check_range(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise APIError(f"{name} must be from {low} to {high}, got {_short(value)}", param=name)
+
+
 def _field_of(message: str) -> str | None:
     """The field that a message of `SamplingParams` is about."""
     name = message.split(maxsplit=1)[0].rstrip(":")
-    if name in GenerationRequest.__struct_fields__:
+    if name in ChatRequest.__struct_fields__:
         return name
     return "stop" if "stop string" in message else None
 

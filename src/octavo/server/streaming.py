@@ -49,7 +49,12 @@ async def respond(
     try:
         if not body.stream:
             results = await until_gone(request, generation.results())
-            return json_response(shape.answer(results, generation.usage()))
+            if not body.has_logprobs:
+                return json_response(shape.answer(results, generation.usage()))
+            # Perhaps twenty entries for each of many thousand tokens.
+            return await asyncio.to_thread(
+                lambda: json_response(shape.answer(results, generation.usage()))
+            )
         deltas = generation.deltas()
         first = await until_gone(request, _first(deltas))
     except BaseException:
@@ -131,10 +136,15 @@ async def _events(
                 chunk.usage = None
         return b"".join([_sse(_encode(chunk)) for chunk in chunks])
 
+    async def event_of(index: int, delta: OutputDelta) -> bytes:
+        if body.num_prompt_logprobs is not None and index not in started:
+            return await asyncio.to_thread(event, index, delta)  # a long prompt's are many
+        return event(index, delta)
+
     try:
-        yield event(*first)
+        yield await event_of(*first)
         async for index, delta in rest:
-            if data := event(index, delta):
+            if data := await event_of(index, delta):
                 yield data
         if body.include_usage:
             yield _sse(_encode(shape.usage_chunk(generation.usage())))

@@ -52,7 +52,7 @@ class CPUAttention:
         self.pool = _bits(arena.kv.view(-1))
         self.cos, self.sin = rope.cos.numpy(), rope.sin.numpy()
         above = torch.ones(_QUERY_BLOCK, _QUERY_BLOCK, dtype=torch.bool).triu(1)
-        self._causal = torch.zeros(_QUERY_BLOCK, 1, _QUERY_BLOCK, dtype=arena.kv.dtype)
+        self._causal = torch.zeros(_QUERY_BLOCK, 1, _QUERY_BLOCK)
         self._causal.masked_fill_(above[:, None, :], float("-inf"))
 
     def plan(self, step: StepRows) -> StepAttention:
@@ -99,7 +99,9 @@ class CPUAttention:
         start, count = chunk.start, chunk.count
         begin = max(start + 1 - window, 0) if window else 0
         end = start + count
-        kv = torch.empty(2, num_kv_heads, end - begin, dim, dtype=self.dtype)
+        # Scores are computed in fp32: rounded to bfloat16 they would be off by several percent.
+        keys = torch.empty(num_kv_heads, end - begin, dim)
+        values = torch.empty(num_kv_heads, end - begin, dim, dtype=self.dtype)
         kernels.gather_keys_values(
             table,
             begin,
@@ -110,13 +112,15 @@ class CPUAttention:
             num_kv_heads,
             dim,
             layout.block_size,
-            _bits(kv),
+            _bits(keys),
+            _bits(values),
         )
-        keys, values = kv[0].transpose(1, 2), kv[1]
+        keys = keys.transpose(1, 2)
         queries = qkv[chunk.offset : chunk.offset + count, : self.num_heads * dim]
         # [kv_head, token, group, dim]: one product a KV head serves its whole group.
-        queries = queries.view(count, num_kv_heads, group, dim).transpose(0, 1) * float(self.scale)
-        queries = queries.to(self.dtype).reshape(num_kv_heads, count * group, dim)
+        queries = queries.float().view(count, num_kv_heads, group, dim).transpose(0, 1)
+        queries = queries * float(self.scale)
+        queries = queries.reshape(num_kv_heads, count * group, dim)
         target = out[chunk.offset : chunk.offset + count].view(count, num_kv_heads, group, dim)
         for first in range(0, count, _QUERY_BLOCK):
             last = min(first + _QUERY_BLOCK, count)
@@ -127,19 +131,17 @@ class CPUAttention:
             grouped = scores.view(num_kv_heads, size, group, high - low)
             grouped[..., -size:].add_(self._causal[:size, :, :size])
             if window:
-                grouped.add_(_window_bias(start + first, size, low + begin, window, self.dtype))
-            weights = torch.softmax(scores, dim=-1)
+                grouped.add_(_window_bias(start + first, size, low + begin, window))
+            weights = torch.softmax(scores, dim=-1).to(self.dtype)
             rows = torch.bmm(weights, values[:, low:high]).view(num_kv_heads, size, group, dim)
             target[first:last].copy_(rows.transpose(0, 1))
 
 
-def _window_bias(
-    first_query: int, num_queries: int, first_key: int, window: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _window_bias(first_query: int, num_queries: int, first_key: int, window: int) -> torch.Tensor:
     """``[query, 1, key]``: -inf where a key has fallen out of the query's window."""
     queries = torch.arange(first_query, first_query + num_queries)[:, None]
     keys = torch.arange(first_key, first_query + num_queries)[None, :]
-    bias = torch.zeros(num_queries, keys.shape[1], dtype=dtype)
+    bias = torch.zeros(num_queries, keys.shape[1])
     return bias.masked_fill_(keys <= queries - window, float("-inf"))[:, None, :]
 
 

@@ -20,7 +20,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-_FLAGS = {"nogil": True, "error_model": "numpy", "fastmath": True, "cache": True}
+from octavo.execution.kernels.compile import compiled
+
+_FLAGS = {"nogil": True, "error_model": "numpy", "fastmath": True}
 
 
 @intrinsic
@@ -137,7 +139,7 @@ def _exp(x):
     return p * _float_of_bits(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
 
 
-@njit(**_FLAGS)
+@compiled(**_FLAGS)
 def rotate_and_write(
     qkv, positions, kv_offsets, cos, sin, pool, layer, num_layers, num_heads, num_kv_heads, head_dim
 ):
@@ -169,7 +171,7 @@ def rotate_and_write(
             _store(target, d, _load(source[d]))
 
 
-@njit(**_FLAGS)
+@compiled(**_FLAGS)
 def decode_attention(
     qkv,
     tokens,
@@ -268,23 +270,38 @@ def decode_attention(
                 _store(target, head * head_dim + d, acc[head, d] * inverse)
 
 
-@njit(**_FLAGS)
+@compiled(**_FLAGS)
 def gather_keys_values(
-    table, begin, end, pool, layer, num_layers, num_kv_heads, head_dim, block_size, out
+    table,
+    begin,
+    end,
+    pool,
+    layer,
+    num_layers,
+    num_kv_heads,
+    head_dim,
+    block_size,
+    keys,
+    values,
 ):
     """Copy positions ``begin .. end - 1`` of one sequence out of its blocks.
 
-    ``out`` is ``[2, num_kv_heads, end - begin, head_dim]``: keys, then values.
+    ``keys`` and ``values`` are ``[num_kv_heads, end - begin, head_dim]``, of any element type.
     """
     kv_elements = num_kv_heads * head_dim
     token_elements = num_layers * 2 * kv_elements
     for position in range(begin, end):
         place = np.int64(table[position // block_size]) * block_size + position % block_size
         start = place * token_elements + layer * 2 * kv_elements
-        for which in range(2):
-            for kv_head in range(num_kv_heads):
-                target = out[which, kv_head, position - begin]
-                source = pool[start : start + head_dim]
-                for d in range(head_dim):
-                    target[d] = source[d]
-                start += head_dim
+        for kv_head in range(num_kv_heads):
+            target = keys[kv_head, position - begin]
+            source = pool[start : start + head_dim]
+            for d in range(head_dim):
+                _store(target, d, _load(source[d]))
+            start += head_dim
+        for kv_head in range(num_kv_heads):
+            target = values[kv_head, position - begin]
+            source = pool[start : start + head_dim]
+            for d in range(head_dim):
+                _store(target, d, _load(source[d]))
+            start += head_dim

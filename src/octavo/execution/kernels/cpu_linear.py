@@ -26,9 +26,11 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from octavo.execution.kernels.compile import compiled
+
 GROUP = 32
 LANES = 16
-_FLAGS = {"nogil": True, "error_model": "numpy", "cache": True}
+_FLAGS = {"nogil": True, "error_model": "numpy"}
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
@@ -159,7 +161,7 @@ _int4_1, _int4_2, _int4_4 = (_block_kernel(4, rows) for rows in (1, 2, 4))
 _int8_1, _int8_2, _int8_4 = (_block_kernel(8, rows) for rows in (1, 2, 4))
 
 
-@njit(**_FLAGS)
+@compiled(**_FLAGS)
 def int4_linear(weights, scales, inputs, input_scales, input_sums, out):
     """``out [n, N]`` = dequantized ``inputs [n, K]`` times the weights' transpose.
 
@@ -179,7 +181,7 @@ def int4_linear(weights, scales, inputs, input_scales, input_sums, out):
             _int4_1(weights, scales, inputs, input_scales, input_sums, out, row, block)
 
 
-@njit(**_FLAGS)
+@compiled(**_FLAGS)
 def int8_linear(weights, scales, inputs, input_scales, input_sums, out):
     """Like `int4_linear`, for 8-bit weights."""
     rows = np.int64(inputs.shape[0])
@@ -211,7 +213,7 @@ def _quantize_group(values, start, target, scales, sums, g):
     sums[g] = total
 
 
-@njit(**_FLAGS)
+@compiled(**_FLAGS)
 def quantize(x, target, scales, sums):
     """``x [n, K]`` fp32 to int8 ``target``, a scale and a sum a group."""
     for row in range(x.shape[0]):
@@ -219,7 +221,7 @@ def quantize(x, target, scales, sums):
             _quantize_group(x[row], g * GROUP, target[row], scales[row], sums[row], g)
 
 
-@njit(fastmath=True, **_FLAGS)
+@compiled(fastmath=True, **_FLAGS)
 def rms_norm_quantize(x, weight, eps, target, scales, sums):
     """RMSNorm in fp32, then `quantize`."""
     size = x.shape[1]
@@ -252,7 +254,7 @@ def _exp(x):
     return p * _float_of_bits(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
 
 
-@njit(fastmath=True, **_FLAGS)
+@compiled(fastmath=True, **_FLAGS)
 def silu_mul_quantize(gate_up, target, scales, sums):
     """``silu(gate) * up`` of ``gate_up [n, 2 K]`` fp32, then `quantize`."""
     size = target.shape[1]

@@ -1,0 +1,30 @@
+"""How kernels for CPUs are compiled: by numba, kept on disk where there is a place to keep them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+logger = logging.getLogger(__name__)
+
+
+def compiled(**flags: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Like ``numba.njit(cache=True)``, and without a cache where nothing can be written: neither
+    beside the package nor in the user's cache directory. Each start compiles anew then."""
+
+    def compile_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            kernel: Callable[..., Any] = njit(cache=True, **flags)(function)
+        except RuntimeError as error:
+            logger.warning(
+                "kernels are compiled at every start, some seconds: %s; set NUMBA_CACHE_DIR to a "
+                "directory that can be written",
+                error,
+            )
+            kernel = njit(**flags)(function)
+        return kernel
+
+    return compile_kernel

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo.core.sampling_params import SamplingParams
@@ -103,3 +104,26 @@ def test_as_many_tokens_as_may_be() -> None:
 def test_temperature_zero_is_greedy() -> None:
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams(temperature=0.1).is_greedy
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 10**400),
+        ("top_k", 10**4000),
+        ("logit_bias", {1: 10**400}),
+        ("logit_bias", 5),
+        ("logit_bias", [1, 2]),
+        ("temperature", "x" * 10**6),
+    ],
+)
+def test_absurd_values_are_value_errors_of_one_line(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field) as caught:
+        SamplingParams(**{field: value})
+    assert len(str(caught.value)) < 300
+
+
+def test_numpys_scalars_are_welcome() -> None:
+    params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(5))  # type: ignore[arg-type]
+    assert (params.temperature, params.max_tokens) == (0.5, 5)
+    assert type(params.max_tokens) is int

@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -641,3 +642,56 @@ def test_eos_of_a_model_without_tokenizer(tmp_path: Path) -> None:
         assert result.finish_reason is FinishReason.STOP
         first = whole.token_ids.index(whole.token_ids[4])
         assert result.token_ids == whole.token_ids[: first + 1]
+
+
+# ── one call at a time ───────────────────────────────────────────────────────────────────────
+
+
+def test_a_second_call_in_the_middle_of_a_stream_is_refused(llm: LLM) -> None:
+    stream = llm.stream_chat(MESSAGES, replace(GREEDY, ignore_eos=True))
+    first = next(stream)
+    for call in (
+        lambda: llm.generate("hello", GREEDY),
+        lambda: next(llm.stream_chat(MESSAGES, GREEDY)),
+    ):
+        with pytest.raises(RuntimeError, match="in the middle of a stream_chat"):
+            call()
+    assert first + "".join(stream) == llm.chat(MESSAGES, replace(GREEDY, ignore_eos=True)).text
+    assert is_idle(llm)
+
+
+def test_a_stream_left_early_leaves_nothing_behind(llm: LLM) -> None:
+    stream = llm.stream_chat(MESSAGES, replace(GREEDY, ignore_eos=True))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert is_idle(llm)
+    assert llm.generate("hello", GREEDY)
+
+
+def test_a_stream_of_a_closed_llm_ends_with_an_error(gguf: Path) -> None:
+    llm = make_llm(gguf)
+    stream = llm.stream_chat(MESSAGES, replace(GREEDY, ignore_eos=True))
+    next(stream)
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        list(stream)
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    expected = [llm.generate(text, GREEDY)[0].text for text in TEXTS]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda text: llm.generate(text, GREEDY)[0].text, TEXTS * 3))
+    assert found == expected * 3
+
+
+@pytest.mark.parametrize("prompts", [b"abc", {"a": 1}, 5, None])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: object) -> None:
+    with pytest.raises(RequestError, match="must be a"):
+        llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+
+
+def test_what_are_no_params_or_messages_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="params must be SamplingParams"):
+        llm.generate("hi", {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="messages must be"):
+        llm.chat("hi")  # type: ignore[arg-type]

@@ -280,3 +280,30 @@ def test_long_conversations_are_not_runaways() -> None:
         for turn in range(201)
     ]
     assert len(ChatTemplate(LLAMA3, "<s>").render(messages)) > 2_000_000
+
+
+def test_messages_nested_too_deeply_are_refused_before_python_gives_up() -> None:
+    nested: object = "x"
+    for _ in range(400):
+        nested = [nested]
+    with pytest.raises(ChatTemplateError, match="nested more than 64 levels"):
+        ChatTemplate("{{ messages }}").render([{"role": "user", "content": "a", "extra": nested}])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": {"a": "x" * 10**6}},
+        {"role": "user", "content": [{"type": "x" * 10**6}]},
+        "x" * 10**6,
+    ],
+)
+def test_an_error_never_repeats_all_of_what_was_sent(message: object) -> None:
+    with pytest.raises(ChatTemplateError) as caught:
+        ChatTemplate("{{ messages }}").render([message])  # type: ignore[list-item]
+    assert len(str(caught.value)) < 300
+
+
+def test_a_template_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ChatTemplateError, match="must be a text"):
+        ChatTemplate(5)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 MAX_STOP_STRINGS = 16
@@ -80,6 +81,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        # NumPy's scalars are welcome, and become Python's.
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, Real) and not isinstance(value, int | float):
+                self._become(name, value.item())  # type: ignore[attr-defined]
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -179,7 +185,10 @@ def _items(name: str, value: object, what: str) -> tuple[Any, ...]:
 
 def _bias_pairs(bias: object) -> tuple[tuple[int, float], ...]:
     items = bias.items() if isinstance(bias, Mapping) else bias
-    pairs = tuple((token_id, value) for token_id, value in items)  # type: ignore[attr-defined]
+    try:
+        pairs = tuple((token_id, value) for token_id, value in items)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {_shown(bias)}") from None
     if len(pairs) > MAX_LOGIT_BIASES:
         raise ValueError(f"logit_bias takes at most {MAX_LOGIT_BIASES} token ids, got {len(pairs)}")
     for token_id, value in pairs:
@@ -191,15 +200,31 @@ def _bias_pairs(bias: object) -> tuple[tuple[int, float], ...]:
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    if value > high or value < low or (low_open and value == low):
+    if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
+        raise ValueError(f"{name} must be a finite number, got {_shown(value)}")
+    number = float(value)
+    if number > high or number < low or (low_open and number == low):
         bracket = "(" if low_open else "["
-        raise ValueError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}")
+        raise ValueError(f"{name} must be in {bracket}{low:g}, {high:g}], got {_shown(value)}")
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be an integer, got {_shown(value)}")
+    if not low <= int(value) <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """A value as an error shows it: never more than a line, whatever was sent."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "an integer of more than 256 bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -86,7 +86,11 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         # Without a cache, more than all rows at their longest could never be used.
         most_tokens=None if config.prefix_caching else config.max_num_seqs * max_model_len,
     )
-    num_host_blocks = _num_host_blocks(config.swap_memory, layout.block_bytes)
+    num_host_blocks = _num_host_blocks(
+        config.swap_memory,
+        layout.block_bytes,
+        host.available_bytes() - workspace_bytes - num_blocks * layout.block_bytes,
+    )
     arena = Arena(layout, num_blocks, model.dtype, num_host_blocks)
     attention_name, attention = _attention(
         config.attention, arena, model, model_config.sliding_window or 0
@@ -118,6 +122,13 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         max_queued_requests=config.max_queued_requests,
         preemption=_preemption_policy(config.preemption, runner, budget, max_model_len),
     )
+    if (num_blocks - 1) * layout.block_size < max_model_len:
+        logger.warning(
+            "the KV cache holds %d tokens, less than the longest sequence of %d: longer requests "
+            "are refused; raise kv_memory to serve them",
+            (num_blocks - 1) * layout.block_size,
+            max_model_len,
+        )
     core = EngineCore(Scheduler(scheduler_config, manager), executor, depth)
     report = EngineReport(
         model=config.model,
@@ -195,8 +206,13 @@ def _num_blocks(
     return num_blocks
 
 
-def _num_host_blocks(swap_memory: str, block_bytes: int) -> int:
+def _num_host_blocks(swap_memory: str, block_bytes: int, available: int) -> int:
     num_bytes = parse_size("swap_memory", swap_memory)
+    if num_bytes > max(available, 0):
+        raise ConfigError(
+            f"swap_memory asks for {num_bytes / 2**30:.2f} GiB but {available / 2**30:.2f} GiB "
+            "remain after weights, workspace and KV cache; ask for less"
+        )
     if num_bytes and num_bytes < block_bytes:
         raise ConfigError(
             f"swap_memory {swap_memory} holds no block of {block_bytes} bytes; give more, or 0"

@@ -6,6 +6,7 @@ Knows the scheduler and an executor through their seams; knows no text, no socke
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -26,6 +27,9 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
+        # Called when a plan is made, before it runs: what it admits shows at once, however long
+        # the step takes.
+        self.on_plan: Callable[[], None] | None = None
         self._in_flight: deque[int] = deque()
 
     @property
@@ -44,6 +48,8 @@ class EngineCore:
             # Noted before it is launched, and forgotten after it is collected: an interrupt in
             # between then leaves a step that is collected next time, never one that is lost.
             self._in_flight.append(plan.step_id)
+            if self.on_plan is not None:
+                self.on_plan()
             self.executor.launch(plan)
         if not self._in_flight:
             return NO_OUTPUTS

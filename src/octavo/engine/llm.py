@@ -16,6 +16,7 @@ from octavo.core.request import FinishReason, Request, RequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.logprobs import PromptScores, TokenLogprobs, step_logprobs
 from octavo.engine.output import OutputText
+from octavo.engine.turn import Turn
 
 if TYPE_CHECKING:
     from octavo.engine.report import EngineReport
@@ -48,6 +49,8 @@ class LLM:
     """A model and its engine.
 
     Keyword options are those of `octavo.config.EngineConfig`, for example ``kv_memory="512MiB"``.
+    One call runs at a time: calls of other threads wait, and a call in the middle of a
+    `stream_chat` of the same thread is refused.
 
     Example::
 
@@ -75,6 +78,7 @@ class LLM:
             self._limits = replace(self._limits, eos_token_ids=tuple(eos))
         self._next_number = 0
         self._is_closed = False
+        self._turn = Turn()
 
     report: EngineReport
 
@@ -126,25 +130,30 @@ class LLM:
         Raises:
             RequestError: as `chat`; also where the step failed.
         """
-        prompt = self._render(messages)
-        request = self._resolve(prompt, params or SamplingParams(max_tokens=None))
-        output = _Output(self.tokenizer, request)
         self._check_open()
-        self._core.scheduler.add(request)
-        try:
-            while not output.is_done:
-                with _interrupts_between_steps() as raise_interrupt:
-                    self._step({request.number: output})
-                    raise_interrupt()
-                if text := output.take_text():
-                    yield text
-            if output.error is not None:
-                raise RequestError(output.error)
-        finally:
-            self._core.scheduler.abort(request.number)
-            with _interrupts_between_steps():
-                while self._core.has_work:
-                    self._core.step()
+        (checked,) = _params_for([messages], params or SamplingParams(max_tokens=None))
+        return self._stream(self._resolve(self._render(messages), checked))
+
+    def _stream(self, request: Request) -> Iterator[str]:
+        with self._turn.taken():
+            self._check_open()
+            output = _Output(self.tokenizer, request)
+            self._core.scheduler.add(request)
+            try:
+                while not output.is_done:
+                    self._check_open()
+                    with _interrupts_between_steps() as raise_interrupt:
+                        self._step({request.number: output})
+                        raise_interrupt()
+                    if text := output.take_text():
+                        yield text
+                if output.error is not None:
+                    raise RequestError(output.error)
+            finally:
+                self._core.scheduler.abort(request.number)
+                with _interrupts_between_steps():
+                    while self._core.has_work and not self._is_closed:
+                        self._core.step()
 
     def close(self) -> None:
         """Stop the engine and release its memory. Safe to call twice."""
@@ -165,22 +174,40 @@ class LLM:
         """A conversation's prompt, ready for the answer."""
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use generate with a plain prompt")
+        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+            raise RequestError(
+                "messages must be a list of objects with role and content, such as "
+                '[{"role": "user", "content": "Hi"}]'
+            )
         text = self.tokenizer.chat_template.render([dict(message) for message in messages])
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._encoded(text, add_special_tokens=False)
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
             return _token_ids(prompt)
         if self.tokenizer is None:
             raise RequestError("a model of random weights has no tokenizer; give token ids")
+        return self._encoded(prompt)
+
+    def _encoded(self, text: str, add_special_tokens: bool = True) -> list[int]:
         from octavo.text.tokenizer import TokenizerError
 
+        assert self.tokenizer is not None
         try:
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except TokenizerError as error:
             raise RequestError(str(error)) from error
 
     def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        progress: bool,
+    ) -> list[Completion]:
+        with self._turn.taken():
+            return self._run_alone(prompts, params, progress)
+
+    def _run_alone(
         self,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
@@ -323,6 +350,10 @@ class _Output:
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether this is a single prompt: a text, or a flat list (or array) of token ids."""
+    if isinstance(prompts, bytes | bytearray | Mapping) or not hasattr(prompts, "__len__"):
+        raise RequestError(
+            f"prompts must be a text, a list of token ids, or a list of these, got {prompts!r}"
+        )
     return isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
 
 
@@ -343,6 +374,8 @@ def _params_for(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * len(items)
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(f"params must be SamplingParams, one or a list, got {params!r}")
     if len(params) != len(items):
         raise RequestError(f"{len(items)} prompts but {len(params)} sampling parameters")
     return params

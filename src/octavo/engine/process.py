@@ -78,6 +78,7 @@ class EngineLoop:
         self._stats_due = 0.0
         self._sent_stats: EngineStats | None = None
         self._is_stopping = False
+        core.on_plan = self._tell_plan
 
     # Every message of the front end is answered by stats before the loop goes idle, so that it can
     # tell an engine that is done from one that hangs.
@@ -107,6 +108,16 @@ class EngineLoop:
             self._sent_stats = stats = self._stats()
         if stats is not None or started or not outputs.is_empty:
             self._send(StepMessage.of(outputs, stats, started))
+
+    def _tell_plan(self) -> None:
+        """Gauges at the start of a step, when they are due: it may take long."""
+        now = self._clock()
+        if now < self._stats_due:
+            return
+        stats = self._stats()
+        if self._sent_stats is None or stats.num_running != self._sent_stats.num_running:
+            self._stats_due = now + STATS_INTERVAL_S
+            self._send(StepMessage(b"", b"", (), stats))
 
     def _started(self, planned_s: float) -> tuple[tuple[int, float], ...]:
         """Requests that got their first row in the step planned at ``planned_s``, with the seconds

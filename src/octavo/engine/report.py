@@ -59,17 +59,21 @@ class EngineReport:
         return values | {"kv_bytes": self.kv_bytes, "num_kv_tokens": self.num_kv_tokens}
 
     def __str__(self) -> str:
-        gib = 2**30
         return (
             f"{self.model}: {self.architecture}, {self.dtype} with {self.weights} weights on "
             f"{self.device} ({self.num_threads} threads, {self.attention} attention, depth "
             f"{self.depth}), "
-            f"ready in {self.load_s:.1f} s. Memory: weights {self.weight_bytes / gib:.2f} GiB, "
-            f"workspace {self.workspace_bytes / gib:.2f} GiB, KV cache {self.kv_bytes / gib:.2f} "
-            f"GiB = {self.num_kv_tokens} tokens in {self.capacity.num_blocks - 1} blocks of "
+            f"ready in {self.load_s:.1f} s. Memory: weights {_size(self.weight_bytes)}, "
+            f"workspace {_size(self.workspace_bytes)}, KV cache {_size(self.kv_bytes)} "
+            f"= {self.num_kv_tokens} tokens in {self.capacity.num_blocks - 1} blocks of "
             f"{self.capacity.block_size}; up to {self.max_num_seqs} sequences of "
             f"{self.max_model_len} tokens"
         )
+
+
+def _size(num_bytes: int) -> str:
+    unit = "GiB" if num_bytes >= 2**30 else "MiB"
+    return f"{num_bytes / (2**30 if unit == 'GiB' else 2**20):.2f} {unit}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

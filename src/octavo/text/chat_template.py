@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jinja2 import Template, nodes
 
 MAX_SOURCE_CHARS = 1_000_000
+MAX_DEPTH = 64
 
 
 class ChatTemplateError(ValueError):
@@ -39,6 +40,10 @@ class ChatTemplate:
     ) -> None:
         from octavo.text.template_sandbox import ChatEnvironment
 
+        if not isinstance(source, str | Mapping):
+            raise ChatTemplateError(
+                f"the chat template must be a text, or a table of named ones, got {_shown(source)}"
+            )
         sources = {"default": source} if isinstance(source, str) else dict(source)
         if len(sources) == 1:
             sources = {"default": next(iter(sources.values()))}
@@ -135,7 +140,7 @@ def _reason(error: Exception) -> str:
 def _message(message: Mapping[str, Any], index: int, takes_parts: bool) -> dict[str, Any]:
     """One message in plain JSON types, without the keys that are None."""
     if not isinstance(message, Mapping):
-        raise ChatTemplateError(f"messages[{index}] must be an object, got {message!r}")
+        raise ChatTemplateError(f"messages[{index}] must be an object, got {_shown(message)}")
     if not isinstance(message.get("role"), str):
         raise ChatTemplateError(f"messages[{index}] must have a role")
     plain = {key: _plain(value) for key, value in message.items() if value is not None}
@@ -149,7 +154,8 @@ def _message(message: Mapping[str, Any], index: int, takes_parts: bool) -> dict[
         )
     elif content is not None and not isinstance(content, str):
         raise ChatTemplateError(
-            f"messages[{index}].content must be a string or a list of text parts, got {content!r}"
+            f"messages[{index}].content must be a string or a list of text parts, "
+            f"got {_shown(content)}"
         )
     return plain
 
@@ -160,15 +166,27 @@ def _part_text(part: object, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(part.get("text"), str) or kind != "text":
         raise ChatTemplateError(
-            f"{where} is of type {kind!r}; only text parts are taken: "
+            f"{where} is of type {_shown(kind)}; only text parts are taken: "
             '{"type": "text", "text": "..."}'
         )
     text: str = part["text"]
     return text
 
 
-def _plain(value: Any) -> Any:
+def _shown(value: object) -> str:
+    """A value as an error shows it: never more than a line, whatever was sent."""
+    if isinstance(value, str) and len(value) > 80:
+        value = value[:77] + "..."
+    text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    return text if len(text) <= 96 else f"{text[:93]}..."
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
     """``value`` rebuilt of exact JSON types, so a template meets no methods but theirs."""
+    if depth > MAX_DEPTH:
+        raise ChatTemplateError(
+            f"the messages are nested more than {MAX_DEPTH} levels deep; flatten them"
+        )
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -178,9 +196,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     raise ChatTemplateError(
         f"chat templates take strings, numbers, lists and objects, got {type(value).__name__}"
     )

@@ -21,8 +21,8 @@ def allocate(num_bytes: int) -> torch.Tensor:
         mapping = mmap.mmap(-1, num_bytes)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(
-            f"cannot reserve {num_bytes / 2**30:.2f} GiB for the KV cache: {error}; "
-            "lower --kv-memory"
+            f"cannot reserve {num_bytes / 2**30:.2f} GiB for blocks: {error}; lower --kv-memory, "
+            "or --swap-memory"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel without huge pages answers EINVAL; small pages work as well, only slower.

@@ -4,7 +4,8 @@
 # make check    format, lint, types, import contracts, fast tests
 
 PYTHON ?= python3
-# Exact, and installed before the rest: an open range may fetch gigabytes of CUDA libraries.
+# Exact, and installed before the rest: an open range may replace a CPU build that is at hand by a
+# newer release with gigabytes of CUDA libraries. Name another with: make TORCH=torch==2.12.0
 TORCH ?= torch==2.13.0
 MODEL ?= smollm2-135m
 PORT ?= 8000
@@ -14,6 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: serve test install check clean
 
 serve: .venv/.installed
+	@echo "Fetching $(MODEL) where it is not here yet ..."
 	@$(BIN)/octavo pull $(MODEL) >/dev/null
 	@exec $(BIN)/octavo serve $(MODEL) --port $(PORT)
 
@@ -31,6 +33,7 @@ check: .venv/.installed-dev
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: pyproject.toml | .venv/bin/python
+	@echo "Installing into .venv: PyTorch, then the rest; a minute or a few ..."
 	$(PIP) "$(TORCH)"
 	$(PIP) --editable .
 	@touch $@

@@ -108,6 +108,7 @@ async def _serve(
 ) -> None:
     stop = _Stop()
     name = model_name_of(engine_config, server_config)
+    print(f"Loading {name} ...", flush=True)
     starting = asyncio.create_task(_start_engine(engine_config, server_config, engine_command))
     stopping = asyncio.create_task(stop.first.wait())
     try:
@@ -170,6 +171,12 @@ async def _close_on_signal(
 ) -> None:
     await stop.first.wait()
     server.exit()
+    if engine.num_outstanding and config.drain_timeout_s > 0:
+        print(
+            f"Finishing {engine.num_outstanding} requests, for at most {config.drain_timeout_s:g} "
+            "s; stop again to end them now",
+            flush=True,
+        )
     drain = asyncio.create_task(engine.close(config.drain_timeout_s))
     second = asyncio.create_task(stop.second.wait())
     try:

@@ -11,7 +11,8 @@ from tiny_server import TinyServer
 
 # Its prices come from the package, not from the network; read at import.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-litellm = pytest.importorskip("litellm", reason="litellm is a development dependency")
+import litellm
+
 litellm.telemetry = False
 
 # pydantic's remarks on litellm's own models

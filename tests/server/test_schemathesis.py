@@ -11,18 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
+import schemathesis
 from hypothesis import HealthCheck, Phase, settings
-from tiny_model import write_tiny_model
-from tiny_server import TinyServer
-
-schemathesis = pytest.importorskip("schemathesis", reason="a development dependency")
-
-from schemathesis.checks import not_a_server_error  # noqa: E402
-from schemathesis.specs.openapi.checks import (  # noqa: E402
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
+from tiny_model import write_tiny_model
+from tiny_server import TinyServer
 
 CHECKS = (
     not_a_server_error,

@@ -1,7 +1,7 @@
 """Attention on CPUs: compiled kernels for decode, blocked matrix products for chunks.
 
-Measured on a two-core AVX512 machine against gathering + PyTorch's attention: 4 to 7 times faster
-for decode, 1.4 to 2.1 times for prefill (docs/decisions/0001-cpu-attention.md).
+Measured on a two-core AVX512 machine against gathering + PyTorch's attention: 2.2 to 5.2 times
+faster for decode, 1.2 to 1.8 times for prefill (docs/decisions/0001-cpu-attention.md).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,7 +179,8 @@ def test_the_log_begins_with_where_memory_went(server: TinyServer) -> None:
     assert ready["kv_bytes"] == ready["num_blocks"] * ready["block_bytes"]
     assert ready["num_kv_tokens"] == (ready["num_blocks"] - 1) * ready["block_size"]
     assert {"weight_bytes", "workspace_bytes", "max_model_len"} <= ready.keys()
-    assert "GiB = " in server.lines[0]
+    assert server.lines[0] == "Loading small ...\n"
+    assert re.search(r"^Memory: weights .* KV cache [0-9.]+ [GM]iB = ", "".join(server.lines), re.M)
 
 
 @pytest.mark.parametrize("is_in_a_route", [False, True])

@@ -164,7 +164,7 @@ def test_the_printed_command_works_and_a_chat_needs_a_template(
 ) -> None:
     model = write_tiny_model(tmp_path / "plain", template=None)
     server = start(model, server={"served_model_names": []}).wait_ready()
-    assert server.lines[0].startswith("plain: LlamaForCausalLM, float32")
+    assert server.lines[1].startswith("plain: LlamaForCausalLM, float32")
     command = shlex.split(re.findall(r"^curl .*$", "".join(server.lines), re.MULTILINE)[0])
     answer = subprocess.run([*command, "-s"], capture_output=True, check=True).stdout
     assert json.loads(answer)["usage"]["completion_tokens"] == 32

@@ -122,13 +122,6 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         max_queued_requests=config.max_queued_requests,
         preemption=_preemption_policy(config.preemption, runner, budget, max_model_len),
     )
-    if (num_blocks - 1) * layout.block_size < max_model_len:
-        logger.warning(
-            "the KV cache holds %d tokens, less than the longest sequence of %d: longer requests "
-            "are refused; raise kv_memory to serve them",
-            (num_blocks - 1) * layout.block_size,
-            max_model_len,
-        )
     core = EngineCore(Scheduler(scheduler_config, manager), executor, depth)
     report = EngineReport(
         model=config.model,

@@ -59,16 +59,22 @@ class EngineReport:
         return values | {"kv_bytes": self.kv_bytes, "num_kv_tokens": self.num_kv_tokens}
 
     def __str__(self) -> str:
-        return (
+        num_blocks = self.capacity.num_blocks - 1
+        lines = [
             f"{self.model}: {self.architecture}, {self.dtype} with {self.weights} weights on "
-            f"{self.device} ({self.num_threads} threads, {self.attention} attention, depth "
-            f"{self.depth}), "
-            f"ready in {self.load_s:.1f} s. Memory: weights {_size(self.weight_bytes)}, "
-            f"workspace {_size(self.workspace_bytes)}, KV cache {_size(self.kv_bytes)} "
-            f"= {self.num_kv_tokens} tokens in {self.capacity.num_blocks - 1} blocks of "
-            f"{self.capacity.block_size}; up to {self.max_num_seqs} sequences of "
-            f"{self.max_model_len} tokens"
-        )
+            f"{self.device} (threads {self.num_threads}, {self.attention} attention, depth "
+            f"{self.depth}), ready in {self.load_s:.1f} s",
+            f"Memory: weights {_size(self.weight_bytes)}, workspace {_size(self.workspace_bytes)}, "
+            f"KV cache {_size(self.kv_bytes)} = {self.num_kv_tokens} tokens (blocks "
+            f"{num_blocks}, {self.capacity.block_size} tokens each)",
+            f"Up to {self.max_num_seqs} sequences at once, of {self.max_model_len} tokens at most",
+        ]
+        if self.num_kv_tokens + 1 < self.max_model_len:
+            lines[-1] += (
+                f"; longer than {self.num_kv_tokens + 1} are refused, for which kv_memory is too "
+                "small"
+            )
+        return "\n".join(lines)
 
 
 def _size(num_bytes: int) -> str:

@@ -162,7 +162,12 @@ def test_the_report_adds_up(model: Path) -> None:
     assert (report.max_num_seqs, report.max_queued_requests) == (4, 9)
     assert report.eos_token_ids == (2,)
     assert report.load_s > 0
-    for part in (str(model), "512 tokens (blocks 32, 16 tokens each)", "gather", "up to 4 sequences of 128"):
+    for part in (
+        str(model),
+        "512 tokens (blocks 32, 16 tokens each)",
+        "gather",
+        "Up to 4 sequences at once, of 128",
+    ):
         assert part in str(report)
 
 

@@ -97,7 +97,7 @@ class AddRequest(_Message, frozen=True):
         """
         try:
             params = _params_decoder.decode(self.params)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(f"wrong sampling parameters: {error}") from error
         prompt = ints_in(self.prompt)
         if not len(prompt):
@@ -248,7 +248,7 @@ def decode_to_engine(data: bytes) -> ToEngine:
     """Raises `MessageError` for anything else."""
     try:
         return _to_engine_decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"not a message to the engine: {error}") from error
 
 
@@ -256,7 +256,7 @@ def decode_from_engine(data: bytes) -> FromEngine:
     """Raises `MessageError` for anything else."""
     try:
         return _from_engine_decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"not a message of the engine: {error}") from error
 
 
@@ -269,5 +269,5 @@ def decode_start(line: bytes) -> Start:
     """Raises `MessageError`, also when the config in it is refused."""
     try:
         return msgspec.json.decode(line, type=Start)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"not a start message: {error}") from error

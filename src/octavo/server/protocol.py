@@ -286,7 +286,7 @@ def decode_request(body: bytes, kind: type[R]) -> R:
         param = re.split(r"[.\[]", place, maxsplit=1)[0] or None
         text = f"{place}: {problem}" if place else f"the body: {problem}"
         raise APIError(_short_text(text), param=param) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # older msgspec: bad UTF-8
         raise APIError(_short_text(f"the body is not valid JSON: {error}")) from error
     except RecursionError:
         raise APIError("the body is nested too deeply") from None

@@ -30,6 +30,8 @@ def test_every_command_explains_itself(command: list[str]) -> None:
     [
         (["generate", "no-such-model", "hi"], "no model 'no-such-model'"),
         (["generate", "x", "hi", "--temperature", "-1"], "temperature must be in [0, 100]"),
+        (["generate", "x", "hi", "--beam-width", "0"], "beam_width must be between 1 and 32"),
+        (["generate", "x", "hi", "--length-penalty", "2"], "length_penalty needs use_beam_search"),
         (["generate", "x", "hi", "--block-size", "0"], "block_size must be an integer from 1"),
         (["generate", "x", "hi", "--kv-memory", "much"], "kv_memory must be auto, a size"),
         (["serve", "x", "--port", "99999"], "port must be an integer from 0 to 65535"),

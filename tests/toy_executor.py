@@ -16,10 +16,12 @@ from octavo.core.plan import (
     NULL_BLOCK,
     IntArray,
     KVCapacity,
+    StepLogprobs,
     StepPlan,
     StepResult,
     SwapIn,
     SwapOut,
+    TokenScores,
     int_array,
 )
 from octavo.core.protocols import StepError
@@ -45,6 +47,20 @@ def expected_tokens(
     return context[len(prompt) :]
 
 
+def token_logprobs(context: list[int]) -> np.ndarray:
+    """``[VOCAB]`` log probabilities, float32: multiples of 1/64 with many ties, whose sums are
+    exact. ``context`` is the whole sequence."""
+    generator = np.random.default_rng(zlib.crc32(int_array(context).tobytes()))
+    return -generator.integers(16, 400, VOCAB).astype(np.float32) / 64
+
+
+def top_tokens(context: list[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ``count`` likeliest ids, of equal ones the lower first, and their log probabilities."""
+    logprobs = token_logprobs(context)
+    order = np.lexsort((np.arange(VOCAB), -logprobs))[:count]
+    return order.astype(np.int32), logprobs[order]
+
+
 class ToyExecutor:
     """Implements the executor seam; with ``eager`` a plan runs at launch, else at collect."""
 
@@ -56,6 +72,7 @@ class ToyExecutor:
         self.known: list[list[int]] = [[] for _ in range(max_rows)]
         self.position = [0] * max_rows
         self.seed = [0] * max_rows
+        self.num_logprobs: list[int | None] = [None] * max_rows
         self.fail_steps: set[int] = set()
         self.plans: list[StepPlan] = []
         self._eager = eager
@@ -83,6 +100,8 @@ class ToyExecutor:
             self.position[init.row] = init.num_computed_tokens
             self.tables[init.row] = dict(enumerate(init.block_ids.tolist()))
             self.seed[init.row] = init.seed
+            self.num_logprobs[init.row] = init.num_logprobs
+        self._fork(plan)
         deltas = plan.table_deltas
         for row, index, block_id in zip(
             deltas.rows.tolist(), deltas.indices.tolist(), deltas.block_ids.tolist(), strict=True
@@ -116,7 +135,40 @@ class ToyExecutor:
             tokens += [self._sample(row) for row in fan_out.destination_rows]
         if fails:
             return StepError(f"step {plan.step_id} was told to fail")
-        return StepResult(plan.step_id, int_array(tokens), tuple(transfers))
+        logprobs = self._logprobs(plan.sampled_rows().tolist(), tokens)
+        return StepResult(plan.step_id, int_array(tokens), tuple(transfers), logprobs)
+
+    def _fork(self, plan: StepPlan) -> None:
+        forks = plan.row_forks
+        parents = forks.parents.tolist()
+        old = {p: (dict(self.tables[p]), self.position[p], list(self.known[p])) for p in parents}
+        rows = forks.rows.tolist()
+        assert len(set(rows)) == len(rows), "a row forks twice in a step"
+        for row, parent, token in zip(rows, parents, forks.token_ids.tolist(), strict=True):
+            table, self.position[row], known = old[parent]
+            self.tables[row] = dict(table)
+            self.known[row] = [*known[: self.position[row]], token]
+
+    def _logprobs(self, rows: list[int], tokens: list[int]) -> StepLogprobs | None:
+        asking = [i for i, row in enumerate(rows) if self.num_logprobs[row] is not None]
+        if not asking:
+            return None
+        contexts = [self.read(rows[i]) for i in asking]
+        counts = [self.num_logprobs[rows[i]] or 0 for i in asking]
+        width = max(counts)
+        tops = [top_tokens(context, width) for context in contexts]
+        own = np.array(
+            [token_logprobs(c)[tokens[i]] for i, c in zip(asking, contexts, strict=True)],
+            dtype=np.float32,
+        )
+        scores = TokenScores(
+            logprobs=own,
+            ranks=int_array([1] * len(asking)),
+            top_ids=np.stack([ids for ids, _ in tops]),
+            top_logprobs=np.stack([values for _, values in tops]),
+            num_top=np.minimum(int_array(counts), VOCAB),
+        )
+        return StepLogprobs(int_array(asking), scores)
 
     def _copy(
         self,

@@ -11,19 +11,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.core.request import FinishReason, RequestError
     from octavo.core.sampling_params import SamplingParams
-    from octavo.engine.llm import LLM, Completion
+    from octavo.engine.completion import Beam, Completion
+    from octavo.engine.llm import LLM
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "octavo.engine.llm",
-    "Completion": "octavo.engine.llm",
+    "Beam": "octavo.engine.completion",
+    "Completion": "octavo.engine.completion",
     "FinishReason": "octavo.core.request",
     "RequestError": "octavo.core.request",
     "SamplingParams": "octavo.core.sampling_params",
 }
 
-__all__ = ["LLM", "Completion", "FinishReason", "RequestError", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Beam",
+    "Completion",
+    "FinishReason",
+    "RequestError",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,9 @@ from octavo.bench.commands import bench_app
 from octavo.config import DEFAULT_MODEL, EngineConfig, ServerConfig, api_keys_of
 from octavo.options import DEFAULTS
 from octavo.terminal import print_json, readable_errors
+
+if TYPE_CHECKING:
+    from octavo.engine.completion import Beam
 
 _SERVER = ServerConfig()
 
@@ -91,6 +95,7 @@ def serve(
     block_size: options.BlockSize = DEFAULTS.block_size,
     kv_memory: options.KVMemory = DEFAULTS.kv_memory,
     prefix_caching: options.PrefixCaching = DEFAULTS.prefix_caching,
+    sharing: options.Sharing = DEFAULTS.sharing,
     preemption: options.Preemption = DEFAULTS.preemption,
     swap_memory: options.SwapMemory = DEFAULTS.swap_memory,
     max_model_len: options.MaxModelLen = None,
@@ -112,6 +117,7 @@ def serve(
             block_size=block_size,
             kv_memory=kv_memory,
             prefix_caching=prefix_caching,
+            sharing=sharing,
             preemption=preemption,
             swap_memory=swap_memory,
             max_model_len=max_model_len,
@@ -161,6 +167,16 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the model's end tokens.")
     ] = False,
+    beam_width: Annotated[
+        int | None,
+        typer.Option(help="Search with this many candidates instead of sampling; prints the best."),
+    ] = None,
+    length_penalty: Annotated[
+        float, typer.Option(help="Of a beam search: above 0 favours long texts, below short ones.")
+    ] = 1.0,
+    early_stopping: Annotated[
+        str, typer.Option(help="Of a beam search: true, false or never.")
+    ] = "false",
     as_json: options.AsJSON = False,
     load_format: options.LoadFormat = DEFAULTS.load_format,
     dtype: options.Dtype = DEFAULTS.dtype,
@@ -190,6 +206,10 @@ def generate(
             max_tokens=max_tokens,
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
+            use_beam_search=beam_width is not None,
+            beam_width=beam_width,
+            length_penalty=length_penalty,
+            early_stopping={"true": True, "false": False}.get(early_stopping, early_stopping),  # type: ignore[arg-type]
         )
         text = sys.stdin.read() if prompt == "-" else prompt
         with LLM(
@@ -222,6 +242,7 @@ def generate(
                 "text": completion.text,
                 "token_ids": list(completion.token_ids),
                 "finish_reason": completion.finish_reason.value,
+                **_beams(completion.beams),
                 "usage": {
                     "prompt_tokens": num_prompt,
                     "completion_tokens": num_output,
@@ -229,6 +250,10 @@ def generate(
                 },
             }
         )
+
+
+def _beams(beams: Sequence[Beam]) -> dict[str, Any]:
+    return {"beams": [asdict(beam) for beam in beams]} if beams else {}
 
 
 @app.command()

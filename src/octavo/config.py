@@ -83,6 +83,8 @@ class EngineConfig:
     ``model`` is a known name, a directory or a file. ``weights`` says in how many bits a CPU keeps
     them: ``auto`` as the file does. ``depth`` is the number of steps in flight:
     1 is synchronous, 2 plans a step while another runs, None lets the device decide.
+    Without ``sharing`` samples and beams copy all their blocks and nothing is cached: the same
+    tokens, to measure against.
     ``preemption`` says how a sequence that lost its blocks gets them back: ``recompute``, ``swap``
     through ``swap_memory`` of the host, or ``auto``, whichever costs less.
     ``max_num_batched_tokens`` is the token budget of a step, ``max_model_len`` the longest
@@ -100,6 +102,7 @@ class EngineConfig:
     block_size: int = 16
     kv_memory: str = "auto"
     prefix_caching: bool = True
+    sharing: bool = True
     preemption: str = "recompute"
     swap_memory: str = "0"
     max_model_len: int | None = None

@@ -43,6 +43,14 @@ PrefixCaching = Annotated[
     bool,
     typer.Option(help="Share the blocks of prompts that begin alike.", rich_help_panel=_ENGINE),
 ]
+Sharing = Annotated[
+    bool,
+    typer.Option(
+        help="Share blocks between sequences; without it samples and beams copy all of theirs, and "
+        "no prefix is cached.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 Preemption = Annotated[
     str,
     typer.Option(

@@ -80,6 +80,62 @@ def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
         SamplingParams(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_beam_search", 1),
+        ("beam_width", 0),
+        ("beam_width", 33),
+        ("beam_width", 2.0),
+        ("length_penalty", 5.1),
+        ("length_penalty", float("nan")),
+        ("early_stopping", "always"),
+        ("early_stopping", None),
+        ("early_stopping", 1),
+        ("temperature", 0.5),
+        ("top_k", 3),
+        ("top_p", 0.5),
+        ("min_p", 0.5),
+        ("stop", "x"),
+        ("logit_bias", {1: 1.0}),
+        ("presence_penalty", 0.1),
+        ("frequency_penalty", -0.1),
+        ("repetition_penalty", 1.1),
+        ("bad_words", ["x"]),
+        ("bad_words_token_ids", [[1]]),
+        ("allowed_token_ids", [1]),
+    ],
+)
+def test_what_a_beam_search_does_not_take_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**({"use_beam_search": True} | {field: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("beam_width", 2), ("length_penalty", 0.5), ("early_stopping", "never")]
+)
+def test_what_belongs_to_a_beam_search_needs_one(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{field} needs use_beam_search"):
+        SamplingParams(**{field: value})
+    params = SamplingParams(use_beam_search=True, **{field: value})
+    assert params.without_beams() == SamplingParams()
+
+
+def test_what_goes_with_a_beam_search() -> None:
+    for temperature in (0, 1):
+        SamplingParams(
+            use_beam_search=True,
+            temperature=temperature,
+            top_k=-1,
+            seed=5,
+            stop_token_ids=(3,),
+            ignore_eos=True,
+            min_tokens=2,
+            logprobs=5,
+            prompt_logprobs=0,
+        )
+
+
 def test_sequences_become_tuples() -> None:
     params = SamplingParams(
         stop="end",  # type: ignore[arg-type]

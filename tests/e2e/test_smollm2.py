@@ -131,6 +131,46 @@ def test_greedy_tokens_equal_transformers(
         assert found[index] == whole[0, prompt.shape[1] :].tolist()
 
 
+def test_beams_equal_transformers(
+    path: Path, prompts: list[list[int]], reference: LlamaForCausalLM
+) -> None:
+    """Sequences and scores, three widths of two prompts in one batch."""
+    count, ends = 10, (2, 30)  # the model's own end, and a line's
+    cases = [(prompts[index], width) for index in (1, 14) for width in (2, 4, 6)]
+    with serve(path, "float32", max_num_seqs=24) as llm:
+        params = [
+            SamplingParams(
+                use_beam_search=True,
+                beam_width=width,
+                max_tokens=count,
+                ignore_eos=True,
+                stop_token_ids=ends,
+            )
+            for _, width in cases
+        ]
+        found = llm.generate([prompt for prompt, _ in cases], params)
+    for (prompt, width), completion in zip(cases, found, strict=True):
+        ids = torch.tensor([prompt])
+        expected = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=count,
+            eos_token_id=list(ends),
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        assert len(completion.beams) == width
+        for beam, row in zip(completion.beams, expected.sequences.tolist(), strict=True):
+            tokens = list(beam.token_ids)
+            assert tokens == row[len(prompt) : len(prompt) + len(tokens)]
+            assert len(tokens) == count or tokens[-1] in ends
+        scores = [beam.score for beam in completion.beams]
+        assert scores == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
+
+
 def test_tokenizer_facts(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 49152
     digits = tokenizer.encode("2024 1000000", add_special_tokens=False)

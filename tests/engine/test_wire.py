@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from octavo.core.plan import PromptLogprobs, StepLogprobs, TokenScores, int_array
-from octavo.core.request import StepOutputs
-from octavo.engine.logprobs import PromptScores, step_logprobs
+from octavo.core.request import BeamResult, Finished, FinishReason, StepOutputs
+from octavo.engine import messages
+from octavo.engine.logprobs import PromptScores, beam_logprobs, step_logprobs
 from octavo.engine.messages import StepMessage, decode_from_engine, encode
 
 
@@ -47,3 +48,36 @@ def test_log_probabilities_survive_the_wire(width: int) -> None:
     same.add(replace(expected, start=1))
     assert kept.values() == same.values()
     assert len(kept.values()) == 5
+
+
+def beam(number: int, count: int, width: int | None) -> BeamResult:
+    logprobs = None if width is None else scores(count, width)
+    return BeamResult(number, int_array(range(count)), -0.25, -2.5, logprobs)
+
+
+@pytest.mark.parametrize("width", [None, 0, 3])
+def test_beams_survive_the_wire(width: int | None) -> None:
+    sent = tuple(beam(number, 4, width) for number in (2**40, 5))
+    ends = tuple(Finished(b.number, FinishReason.LENGTH, 4) for b in sent)
+    outputs = StepOutputs(np.array([3]), int_array([7]), ends, beams=sent)
+    assert StepMessage.parts(outputs) == [outputs]
+    message = decode_from_engine(encode(StepMessage.of(outputs, None)))
+    assert isinstance(message, StepMessage)
+    for got, expected in zip(message.outputs().beams, sent, strict=True):
+        assert (got.number, got.token_ids.tolist()) == (expected.number, [0, 1, 2, 3])
+        assert (got.score, got.cumulative_logprob) == (-0.25, -2.5)
+        assert beam_logprobs(got) == beam_logprobs(expected)
+        assert len(beam_logprobs(got)) == (0 if width is None else 4)
+
+
+def test_many_long_beams_come_in_messages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_BEAM_TOKENS_A_MESSAGE", 7)
+    sent = tuple(beam(number, 4, 1) for number in (5, 6))
+    ends = tuple(Finished(number, FinishReason.LENGTH, 4) for number in (5, 3, 6))
+    outputs = StepOutputs(np.array([3]), int_array([7]), ends, beams=sent)
+    first, *rest = StepMessage.parts(outputs)
+    assert (first.numbers.tolist(), first.beams) == ([3], ())
+    assert [end.number for end in first.finished] == [3]
+    for part, number in zip(rest, (5, 6), strict=True):
+        assert not len(part.numbers)
+        assert [b.number for b in part.beams] == [end.number for end in part.finished] == [number]

@@ -7,7 +7,7 @@ from typing import Any
 
 from execution.models.tiny_models import tiny_llama, write_gguf
 from octavo.config import EngineConfig
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import BeamResult, FinishReason, Request
 from octavo.engine.build import build_engine
 from octavo.engine.core import EngineCore
 from octavo.engine.llm import LLM
@@ -61,8 +61,11 @@ def make_llm(model: Path, **changes: Any) -> LLM:
     return LLM(**options(model, **changes))
 
 
-def run(core: EngineCore, requests: list[Request]) -> dict[int, list[int]]:
-    """Each request's tokens; the engine's invariants are checked at every step."""
+def run(
+    core: EngineCore, requests: list[Request], beams: dict[int, BeamResult] | None = None
+) -> dict[int, list[int]]:
+    """Each request's tokens; the engine's invariants are checked at every step. ``beams`` gets the
+    results of searches."""
     found: dict[int, list[int]] = {
         number: [] for r in requests for number in range(r.number, r.number + r.n)
     }
@@ -73,6 +76,10 @@ def run(core: EngineCore, requests: list[Request]) -> dict[int, list[int]]:
         core.scheduler.check()
         for number, token in zip(outputs.numbers.tolist(), outputs.token_ids.tolist(), strict=True):
             found[number].append(token)
+        for beam in outputs.beams:
+            found[beam.number] = beam.token_ids.tolist()
+            if beams is not None:
+                beams[beam.number] = beam
         assert all(finished.reason is not FinishReason.ERROR for finished in outputs.finished)
     return found
 

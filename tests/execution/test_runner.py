@@ -15,6 +15,7 @@ from octavo.core.plan import (
     Batch,
     CopyBlocks,
     FanOut,
+    RowForks,
     RowInit,
     StepPlan,
     TableDeltas,
@@ -321,6 +322,24 @@ def test_fan_outs_beside_other_rows(rig: Rig, model: Decoder) -> None:
     assert tokens[3] == greedy(model, OTHER, 1)[0]
     assert tokens[4] == greedy(model, PROMPT, 1)[0]
     assert tokens[5] == tokens[1], "the same seed at the same place"
+
+
+def test_rows_change_places_and_go_on_with_tokens_of_the_hosts(rig: Rig, model: Decoder) -> None:
+    """Tables, positions and tokens follow the forks, all at once: two rows swap their pasts."""
+    rig.run(
+        [0, 1],
+        [9, 5],
+        row_inits=(row_init(0, PROMPT, [1, 2, 3, 4]), row_init(1, OTHER, [5, 6, 7])),
+    )
+    forks = RowForks(int_array([1, 0]), int_array([0, 1]), int_array([33, 44]))
+    found = [rig.run([0, 1], [1, 1], row_forks=forks), rig.run([0, 1], [1, 1])]
+    assert [tokens[0] for tokens in found] == greedy(model, [*OTHER, 44], 2)
+    assert [tokens[1] for tokens in found] == greedy(model, [*PROMPT, 33], 2)
+    alone = RowForks(int_array([1]), int_array([1]), int_array([55]))
+    tokens = rig.run([0, 1], [1, 1], row_forks=alone)
+    past = [*PROMPT, 33, found[0][1]]
+    assert tokens[1] == greedy(model, [*past, 55], 1)[0]
+    assert tokens[0] == greedy(model, [*OTHER, 44], 3)[2]
 
 
 # ── what a row's own tokens do ───────────────────────────────────────────────────────────────

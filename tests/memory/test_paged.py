@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from octavo.core.layout import num_blocks_for
 from octavo.core.plan import CopyBlocks, KVCommand, SwapIn, SwapOut
 from octavo.memory.paged import PagedManager
 from octavo.memory.swap import SwappedTable
@@ -320,8 +322,54 @@ def test_swapping_in_needs_blocks() -> None:
     paged.admit(0, as_ids(range(12)))
     tables = paged.swap_out([0], [12])
     assert tables is not None
-    assert paged.swap_in(tables, [1], reserve=3) is None
-    assert paged.swap_in(tables, [1], reserve=2) is not None
+    # Three blocks, and one for the next token.
+    assert paged.swap_in(tables, [1], reserve=2) is None
+    assert paged.swap_in(tables, [1], reserve=1) is not None
+    paged.check()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "sharing", "expected"),
+    [(8, True, 2 + 3), (9, True, 3 + 2), (10, False, 3 + 2 * 3), (8, False, 2 + 2 * 2 + 3)],
+)
+def test_swapping_in_leaves_room_for_the_next_tokens(
+    num_tokens: int, sharing: bool, expected: int
+) -> None:
+    """Three rows at a block's end take one each; of those that share a half-full block all but one
+    copy it; without sharing they copy everything."""
+    paged = PagedManager(20, 4, 6, num_host_blocks=8, sharing=sharing)
+    paged.admit(0, as_ids(range(num_tokens)))
+    for child in (1, 2):
+        paged.fork(0, child, num_tokens)
+    tables = paged.swap_out([0, 1, 2], [num_tokens] * 3)
+    assert tables is not None
+    for row in range(3):
+        paged.free(row)
+    assert paged.swap_in(tables, [3, 4, 5], reserve=19 - expected + 1) is None
+    assert paged.swap_in(tables, [3, 4, 5], reserve=19 - expected) is not None
+    for row in (3, 4, 5):
+        assert paged.grow(row, num_tokens + 1)
+    assert paged.num_free_blocks == 19 - expected
+    paged.check()
+
+
+@pytest.mark.parametrize("num_tokens", [8, 9])
+def test_without_sharing_a_child_copies_everything_once(num_tokens: int) -> None:
+    paged = PagedManager(20, 4, 3, prefix_caching=True, sharing=False)
+    assert not paged.prefix_caching
+    paged.admit(0, as_ids(range(num_tokens)))
+    commit(paged, 0, num_tokens)
+    paged.fork(0, 1, num_tokens)
+    paged.fork(0, 2, num_tokens)
+    for row in range(3):
+        assert paged.grow(row, num_tokens + 1)
+        paged.check()
+    tables = [paged.block_ids(row).tolist() for row in range(3)]
+    assert len({block_id for table in tables for block_id in table}) == 9
+    (copies,) = paged.drain().commands
+    assert isinstance(copies, CopyBlocks)
+    assert len(copies.sources) == 2 * num_blocks_for(num_tokens, 4)
+    paged.retire((copies,))
     paged.check()
 
 
@@ -329,10 +377,13 @@ class PagedMachine(RuleBasedStateMachine):
     """Any order of calls; a toy arena replays the commands and every row reads its own tokens."""
 
     rows = 5
+    sharing = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.paged = PagedManager(13, SIZE, self.rows, prefix_caching=True, num_host_blocks=7)
+        self.paged = PagedManager(
+            13, SIZE, self.rows, prefix_caching=True, num_host_blocks=7, sharing=self.sharing
+        )
         self.host = np.full((8, SIZE), -1, dtype=np.int64)
         self.swapped: list[tuple[list[SwappedTable], list[list[int]], list[bytes]]] = []
         self.arena = np.full((13, SIZE), -1, dtype=np.int64)
@@ -515,5 +566,24 @@ class PagedMachine(RuleBasedStateMachine):
         assert self.paged.num_free_blocks == self.paged.num_usable_blocks, "only cached blocks"
 
 
+class UnsharedMachine(PagedMachine):
+    """The same without sharing: once every row has taken a step, none has a block in common."""
+
+    sharing = False
+
+    @precondition(lambda self: bool(self.model))
+    @rule()
+    def step(self) -> None:
+        for row in sorted(self.model):
+            if not self.paged.grow(row, len(self.model[row]) + 1):
+                self.obey()
+                return
+        self.obey()
+        owned = [block_id for table in self.tables.values() for block_id in table.values()]
+        assert len(set(owned)) == len(owned)
+
+
 TestPagedMachine = PagedMachine.TestCase
+TestUnsharedMachine = UnsharedMachine.TestCase
+TestUnsharedMachine.settings = settings(stateful_step_count=40)
 TestPagedMachine.settings = settings(stateful_step_count=40)

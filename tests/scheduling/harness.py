@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from octavo.core.request import Finished, Request
+from octavo.core.request import BeamResult, Finished, Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.memory.paged import PagedManager
@@ -35,6 +36,30 @@ def request(
     )
 
 
+def beam_request(
+    number: int,
+    prompt: Sequence[int],
+    max_tokens: int,
+    width: int,
+    *,
+    n: int | None = None,
+    stops: tuple[int, ...] = (),
+    salt: bytes = b"",
+    **params: Any,
+) -> Request:
+    return Request(
+        number=number,
+        prompt_token_ids=as_ids(list(prompt)),
+        params=SamplingParams(max_tokens=max_tokens, use_beam_search=True, **params),
+        max_tokens=max_tokens,
+        seed=0,
+        stop_token_ids=stops,
+        cache_salt=salt,
+        n=width if n is None else n,
+        beam_width=width,
+    )
+
+
 class Harness:
     """An engine core on the toy executor, with every output collected."""
 
@@ -52,6 +77,7 @@ class Harness:
         prefix_caching: bool = False,
         num_host_blocks: int = 0,
         preemption: str = "recompute",
+        sharing: bool = True,
     ) -> None:
         self.manager = PagedManager(
             num_blocks,
@@ -59,6 +85,7 @@ class Harness:
             max_num_seqs,
             prefix_caching=prefix_caching,
             num_host_blocks=num_host_blocks,
+            sharing=sharing,
         )
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -72,6 +99,7 @@ class Harness:
         self.core = EngineCore(self.scheduler, self.executor, depth)
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finished] = {}
+        self.beams: dict[int, BeamResult] = {}
 
     def add(self, *requests: Request) -> None:
         for item in requests:
@@ -85,6 +113,10 @@ class Harness:
             assert number not in self.finished, "a token after the end"
             assert token != POISON, "a token made of what a failed step left behind"
             self.tokens[number].append(token)
+        for beam in outputs.beams:
+            assert not self.tokens[beam.number], "a beam comes once"
+            self.tokens[beam.number] = beam.token_ids.tolist()
+            self.beams[beam.number] = beam
         for finished in outputs.finished:
             assert finished.number not in self.finished, "a request ended twice"
             assert finished.num_tokens == len(self.tokens[finished.number])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from octavo.core.plan import KVCapacity
@@ -108,3 +110,51 @@ def test_bad_words_must_be_tokens_by_now() -> None:
 def test_ends_that_the_vocabulary_lacks_are_left_out() -> None:
     limits = Limits(vocab_size=100, max_model_len=32, num_kv_tokens=64, eos_token_ids=(2, 100))
     assert resolve([1], limits).stop_token_ids == (2,)
+
+
+def beams(n: int = 1, limits: Limits = LIMITS, **params: object) -> Request:
+    return resolve_request(
+        7,
+        [1, 2],
+        SamplingParams(use_beam_search=True, **params),  # type: ignore[arg-type]
+        limits,
+        random_seed=5,
+        n=n,
+    )
+
+
+def test_a_search_is_as_wide_as_asked_or_as_n() -> None:
+    assert beams(n=3).beam_width == 3
+    assert beams(n=2, beam_width=4).num_sequences == 4
+    assert resolve([1]).beam_width == 0
+    with pytest.raises(RequestError, match="n is 3, but a beam search of beam_width 2"):
+        beams(n=3, beam_width=2)
+    with pytest.raises(RequestError, match="beam_width is 33, but it must be from 1 to 32"):
+        beams(n=33)
+    with pytest.raises(RequestError, match="beam_width is 4, but it must be from 1 to 2"):
+        beams(beam_width=4, limits=replace(LIMITS, max_num_seqs=2))
+    with pytest.raises(RequestError, match="n is 0"):
+        beams(n=0, beam_width=4)
+
+
+def test_a_search_needs_tokens_that_do_not_stop() -> None:
+    small = replace(LIMITS, vocab_size=10)
+    found = beams(beam_width=6, limits=small, stop_token_ids=(3, 4, 5), max_tokens=4)
+    assert (found.beam_width, found.stop_token_ids) == (6, (2, 3, 4, 5))
+    with pytest.raises(RequestError, match="beam_width 6 and 5 stop tokens are too many"):
+        beams(beam_width=6, limits=small, stop_token_ids=(3, 4, 5, 6), max_tokens=4)
+    with pytest.raises(RequestError, match="at most 64 are possible"):
+        beams(beam_width=32, stop_token_ids=tuple(range(20, 52)), max_tokens=1)
+
+
+def test_all_beams_have_to_fit() -> None:
+    limits = replace(LIMITS, block_size=4)  # 16 blocks
+    assert beams(beam_width=4, limits=limits, max_tokens=None).max_tokens == 4 * 4 + 1 - 2
+    with pytest.raises(ContextLengthError, match="4 beams of 18 tokens do not fit"):
+        beams(beam_width=4, limits=limits, max_tokens=16)
+
+
+def test_without_sharing_each_sequence_needs_all_its_blocks() -> None:
+    limits = replace(LIMITS, block_size=4)
+    assert limits.longest(8, 3) == 2 * 4 + 14 // 3 * 4 + 1
+    assert replace(limits, sharing=False).longest(8, 3) == 16 // 3 * 4 + 1

@@ -84,3 +84,32 @@ def test_a_simulation_repeats_itself(depth: int) -> None:
     assert num_preemptions > 0
     num_computed = sum(3 + 2 * number + 19 for number in range(8))
     assert now_s >= num_steps * 1.0 + num_computed * 0.5, "recomputation comes on top"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_beams_are_simulated(depth: int) -> None:
+    """Searches, samples and greedy rows on a small pool; the same every time."""
+
+    def results() -> list[tuple[int, list[int], float]]:
+        config = SchedulerConfig(
+            max_num_seqs=6, max_num_batched_tokens=32, max_model_len=64, max_queued_requests=8
+        )
+        scheduler = Scheduler(config, PagedManager(CAPACITY.num_blocks, CAPACITY.block_size, 6))
+        core = EngineCore(scheduler, SimulatedExecutor(CAPACITY), depth)
+        beams = SamplingParams(use_beam_search=True, max_tokens=12)
+        for number in range(0, 30, 10):
+            prompt = int_array(range(5 + number))
+            scheduler.add(Request(number, prompt[:9], beams, 12, seed=0, n=2, beam_width=3))
+            scheduler.add(Request(100 + number, prompt, SamplingParams(), 20, seed=0))
+        found = []
+        while core.has_work:
+            outputs = core.step()
+            scheduler.check()
+            found += [(b.number, b.token_ids.tolist(), b.score) for b in outputs.beams]
+        assert scheduler.num_preemptions > 0
+        return found
+
+    first = results()
+    assert sorted(number for number, _, _ in first) == [0, 1, 10, 11, 20, 21]
+    assert all(len(tokens) == 12 for _, tokens, _ in first)
+    assert first == results()

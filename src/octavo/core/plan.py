@@ -4,8 +4,8 @@ Policy makes a `StepPlan`; an executor obeys it and answers with a `StepResult`.
 what changed: rows are persistent on the device, so an unchanged decode batch is described by the
 very `Batch` object of the step before.
 
-An executor obeys the parts of a plan in this order: row inits, table deltas, commands, the
-forward pass over the batch, sampling, fan-outs.
+An executor obeys the parts of a plan in this order: row inits, row forks, table deltas, commands,
+the forward pass over the batch, sampling, fan-outs.
 """
 
 from __future__ import annotations
@@ -94,6 +94,27 @@ class RowInit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RowForks:
+    """Rows that go on with a token that the host chose, perhaps from where another row is.
+
+    ``rows [n]``, ``parents [n]`` and ``token_ids [n]``: row ``rows[i]`` takes over the position and
+    the block table of ``parents[i]`` (itself: it keeps its own), all rows at once, as they were
+    before; its next input is ``token_ids[i]``. Nothing else of a row changes: all of them have been
+    initialised, with the same parameters.
+    """
+
+    rows: IntArray
+    parents: IntArray
+    token_ids: IntArray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+NO_FORKS = RowForks(_EMPTY, _EMPTY, _EMPTY)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TableDeltas:
     """Block-table entries that changed: ``table[rows[i], indices[i]] = block_ids[i]``."""
 
@@ -161,6 +182,7 @@ class StepPlan:
     table_deltas: TableDeltas = NO_DELTAS
     commands: tuple[KVCommand, ...] = ()
     fan_outs: tuple[FanOut, ...] = ()
+    row_forks: RowForks = NO_FORKS
 
     def sampled_rows(self) -> IntArray:
         """Rows in the order of `StepResult.token_ids`: the batch's, then the fan-outs'."""

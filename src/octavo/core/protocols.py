@@ -39,6 +39,10 @@ class KVManager(Protocol):
         """Whether `publish` does anything."""
 
     @property
+    def sharing(self) -> bool:
+        """Whether sequences may have blocks in common for longer than a step."""
+
+    @property
     def num_free_blocks(self) -> int: ...
 
     @property
@@ -70,7 +74,8 @@ class KVManager(Protocol):
         when blocks are missing."""
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
-        """Let ``child`` share the blocks of the parent's first ``num_tokens`` tokens."""
+        """Let ``child`` share the blocks of the parent's first ``num_tokens`` tokens. Without
+        `sharing` only until the child grows, which then copies them all."""
 
     def swap_out(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[Swapped] | None:
         """Copy the blocks of each row's first ``num_tokens`` tokens to host memory, shared ones
@@ -79,7 +84,8 @@ class KVManager(Protocol):
     def swap_in(
         self, tables: Sequence[Swapped], rows: Sequence[int], *, reserve: int = 0
     ) -> int | None:
-        """Bring sequences back into blocks of their own, leaving ``reserve`` free.
+        """Bring sequences back into blocks of their own, leaving ``reserve`` free beside those
+        that their next tokens need.
 
         Returns:
             The transfer's id: the rows may run once it is reported, and `drop_swapped` is due

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.layout import num_blocks_for
-from octavo.core.plan import IntArray, PromptLogprobs, StepLogprobs
+from octavo.core.plan import IntArray, PromptLogprobs, StepLogprobs, TokenScores
 from octavo.core.sampling_params import SamplingParams
 
 
@@ -38,11 +38,12 @@ class QueueFullError(RuntimeError):
 class Request:
     """What the engine knows of a client's request.
 
-    ``number`` names it between front end and engine; its ``n`` samples are ``number`` to
-    ``number + n - 1``, with seeds that count up likewise. ``max_tokens`` and ``seed`` are resolved
-    (never None). Only requests of the same ``cache_salt`` share cached prefixes.
-    ``stop_token_ids`` joins the model's end-of-sequence ids, unless ignored, and the
-    client's own.
+    ``number`` names it between front end and engine; its ``n`` results are ``number`` to
+    ``number + n - 1``: samples, with seeds that count up likewise, or with a ``beam_width`` (0: no
+    beam search) the best beams, best first. The numbers up to ``number + num_sequences - 1`` are
+    its own. ``max_tokens`` and ``seed`` are resolved (never None). Only requests of the same
+    ``cache_salt`` share cached prefixes. ``stop_token_ids`` joins the model's end-of-sequence ids,
+    unless ignored, and the client's own.
     """
 
     number: int
@@ -53,6 +54,12 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: bytes = b""
     n: int = 1
+    beam_width: int = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run side by side."""
+        return self.beam_width or self.n
 
     @property
     def max_length(self) -> int:
@@ -64,12 +71,13 @@ class Request:
         """Every position of the prompt must be computed, cached or not."""
         return self.params.prompt_logprobs is not None
 
-    def num_blocks(self, block_size: int) -> int:
-        """Blocks that it needs at most: the prompt's full ones once, the rest for each sample. The
-        last token's keys and values are never needed."""
-        shared = len(self.prompt_token_ids) // block_size
+    def num_blocks(self, block_size: int, *, sharing: bool = True) -> int:
+        """Blocks that it needs at most: the prompt's full ones once, the rest for each sequence;
+        without ``sharing`` all of them for each. The last token's keys and values are never
+        needed."""
+        shared = len(self.prompt_token_ids) // block_size if sharing else 0
         own = num_blocks_for(self.max_length - 1, block_size) - shared
-        return shared + self.n * own
+        return shared + self.num_sequences * own
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +93,25 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BeamResult:
+    """A whole sequence that a beam search found, told at its end, beside its `Finished`.
+
+    ``cumulative_logprob`` is the sum over ``token_ids``; ``score``, by which beams are ranked, is
+    that over their number to the power ``length_penalty``. ``logprobs`` has a place for each token
+    where the request asked.
+    """
+
+    number: int
+    token_ids: IntArray
+    score: float
+    cumulative_logprob: float
+    logprobs: TokenScores | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepOutputs:
-    """What a step brought: ``token_ids[i]`` is the next token of request ``numbers[i]``.
+    """What a step brought: ``token_ids[i]`` is the next token of request ``numbers[i]``; requests
+    with beam search get ``beams``, all tokens at once, with their end.
 
     ``logprobs`` and ``prompt_logprobs`` are for the requests that asked. A prompt's come in pieces,
     the last with the first token; of a request with samples, its first sample gets them.
@@ -97,6 +122,7 @@ class StepOutputs:
     finished: tuple[Finished, ...] = ()
     logprobs: StepLogprobs | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    beams: tuple[BeamResult, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -20,6 +20,12 @@ MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_TOKENS = 64
 MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = 32
+# fp32 holds 2**24 tokens, the longest sequence, to this power.
+MAX_LENGTH_PENALTY = 5.0
+# Log probabilities that a row of a beam search is told of each step: its width and one more for
+# each stop token, so that `beam_width` candidates are left that do not stop.
+MAX_BEAM_TOKENS = 64
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -55,6 +61,15 @@ class SamplingParams:
     everything above and before the temperature, over the whole vocabulary ("raw_logprobs" in
     vLLM). ``prompt_logprobs`` asks for the same of the prompt's tokens, the first excepted.
 
+    ``use_beam_search`` looks for likely sequences instead of sampling: ``beam_width`` candidates
+    go on at each step (None: as many as results are wanted), and the best ``beam_width`` that ended
+    compete by the sum of their tokens' log probabilities over length to the power
+    ``length_penalty``. ``early_stopping`` says when to end: True as soon as ``beam_width`` have
+    ended, "never" when no candidate could become better than the worst of them at any length, False
+    when none is better at its present length. A beam search is not random: a seed changes nothing,
+    and what shapes sampling (a temperature other than 0 or 1, filters, penalties, biases, masks,
+    stop strings) is refused; stop tokens and ``min_tokens`` work.
+
     Raises:
         ValueError: a value is out of range; the message names the field.
     """
@@ -79,6 +94,10 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         # NumPy's scalars are welcome, and become Python's.
@@ -109,7 +128,7 @@ class SamplingParams:
                     f"min_tokens must be at most max_tokens ({self.max_tokens}), "
                     f"got {self.min_tokens}"
                 )
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("logprobs", "prompt_logprobs"):
@@ -132,13 +151,59 @@ class SamplingParams:
                 )
             self._become("allowed_token_ids", tuple(dict.fromkeys(allowed)))
         self._become("logit_bias", _bias_pairs(self.logit_bias))
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.beam_width is not None:
+            _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(
+                f'early_stopping must be true, false or "never", got {_shown(self.early_stopping)}'
+            )
+        if not self.use_beam_search:
+            for name in ("beam_width", "length_penalty", "early_stopping"):
+                if getattr(self, name) != _DEFAULTS[name]:
+                    raise ValueError(f"{name} needs use_beam_search: true; send it or leave it out")
+            return
+        if self.temperature not in (0.0, 1.0):
+            raise ValueError(
+                f"temperature must be 0 or 1 with use_beam_search, got {self.temperature:g}"
+            )
+        if self.top_k not in (-1, 0):
+            raise ValueError(f"top_k {_NOT_WITH_BEAMS}")
+        for name in _NEUTRAL_WITH_BEAMS:
+            if getattr(self, name) != _DEFAULTS[name]:
+                hint = "; use stop_token_ids" if name == "stop" else ""
+                raise ValueError(f"{name} {_NOT_WITH_BEAMS}{hint}")
 
     def _become(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
+    def without_beams(self) -> SamplingParams:
+        """The same without a beam search."""
+        beams = ("use_beam_search", "beam_width", "length_penalty", "early_stopping")
+        return replace(self, **{name: _DEFAULTS[name] for name in beams})
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
+_NOT_WITH_BEAMS = "does not work with use_beam_search; leave it out"
+_NEUTRAL_WITH_BEAMS = (
+    "top_p",
+    "min_p",
+    "stop",
+    "logit_bias",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "bad_words",
+    "bad_words_token_ids",
+    "allowed_token_ids",
+)
 
 
 def _texts(name: str, value: object, max_count: int, max_chars: int) -> tuple[str, ...]:

@@ -84,7 +84,9 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         layout,
         available=host.available_bytes() - workspace_bytes,
         # Without a cache, more than all rows at their longest could never be used.
-        most_tokens=None if config.prefix_caching else config.max_num_seqs * max_model_len,
+        most_tokens=None
+        if config.prefix_caching and config.sharing
+        else config.max_num_seqs * max_model_len,
     )
     num_host_blocks = _num_host_blocks(
         config.swap_memory,
@@ -114,6 +116,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         config.max_num_seqs,
         prefix_caching=config.prefix_caching,
         num_host_blocks=num_host_blocks,
+        sharing=config.sharing,
     )
     scheduler_config = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -142,6 +145,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         weight_bytes=model.weight_bytes(),
         workspace_bytes=workspace_bytes,
         load_s=time.perf_counter() - started,
+        sharing=config.sharing,
     )
     return core, report
 

@@ -197,7 +197,8 @@ class AsyncEngine:
         n: int = 1,
         cache_salt: str = "",
     ) -> list[RequestStream]:
-        """``n`` samples over one prefill, a stream each, with seeds that count up. Raises as
+        """``n`` samples over one prefill, a stream each, with seeds that count up; or the ``n``
+        best of a beam search, best first, each of which comes whole at the end. Raises as
         `submit`."""
         if self.error is not None:
             raise EngineDeadError(_headline(self.error))
@@ -209,7 +210,7 @@ class AsyncEngine:
                 f"{self.num_outstanding} requests run or wait already (max_num_seqs + "
                 f"max_queued_requests = {self.max_outstanding}); try again later"
             )
-        self._next_number += n
+        self._next_number += request.num_sequences
         states = states_of(request, self.tokenizer, self.observer)
         self._send(AddRequest.of(request))
         self._outstanding.add(states)

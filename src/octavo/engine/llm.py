@@ -7,15 +7,15 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from octavo.config import EngineConfig
-from octavo.core.request import FinishReason, Request, RequestError
+from octavo.core.request import Request, RequestError
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.logprobs import PromptScores, TokenLogprobs, step_logprobs
-from octavo.engine.output import OutputText
+from octavo.engine.completion import Completion, RequestOutput
+from octavo.engine.logprobs import step_logprobs
 from octavo.engine.turn import Turn
 
 if TYPE_CHECKING:
@@ -25,24 +25,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = "str | Sequence[int]"
 Message: TypeAlias = Mapping[str, Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One request's result. ``error`` is set when ``finish_reason`` is ``error``;
-    ``num_cached_tokens`` of the prompt came from the prefix cache.
-
-    ``logprobs`` has an entry for each of ``token_ids``, ``prompt_logprobs`` for each token of the
-    prompt, None for its first; both are None unless `SamplingParams` asked for them.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    num_prompt_tokens: int
-    error: str | None = None
-    num_cached_tokens: int = field(default=0, compare=False)
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+__all__ = ["LLM", "Completion"]
 
 
 class LLM:
@@ -91,7 +74,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete each prompt, a text or a list of token ids, all in one batch.
 
-        ``params`` is one for all or one for each. Results come in the order of the prompts.
+        ``params`` is one for all or one for each. Results come in the order of the prompts; of a
+        beam search the best beam, with all of them in `Completion.beams`.
 
         Raises:
             RequestError: a prompt cannot be served as asked; nothing has been generated then.
@@ -137,7 +121,7 @@ class LLM:
     def _stream(self, request: Request) -> Iterator[str]:
         with self._turn.taken():
             self._check_open()
-            output = _Output(self.tokenizer, request)
+            output = RequestOutput(self.tokenizer, request)
             self._core.scheduler.add(request)
             try:
                 while not output.is_done:
@@ -214,13 +198,20 @@ class LLM:
         progress: bool,
     ) -> list[Completion]:
         self._check_open()
-        requests = [self._resolve(ids, item) for ids, item in zip(prompts, params, strict=True)]
-        outputs = {request.number: _Output(self.tokenizer, request) for request in requests}
+        requests = [
+            self._resolve(ids, item, item.beam_width or 1)
+            for ids, item in zip(prompts, params, strict=True)
+        ]
+        outputs = {
+            request.number + index: RequestOutput(self.tokenizer, request)
+            for request in requests
+            for index in range(request.n)
+        }
         pending = iter(requests)
         backlog = next(pending, None)
         scheduler = self._core.scheduler
         with (
-            _progress_bar(len(requests), progress) as advance,
+            _progress_bar(len(outputs), progress) as advance,
             _interrupts_between_steps() as raise_interrupt,
         ):
             try:
@@ -235,9 +226,13 @@ class LLM:
                 for number in outputs:
                     scheduler.abort(number)
                 raise
-        return [outputs[request.number].completion() for request in requests]
+        return [
+            outputs[r.number].completion([outputs[r.number + i] for i in range(r.n)])
+            for r in requests
+        ]
 
-    def _resolve(self, token_ids: Sequence[int], params: SamplingParams) -> Request:
+    def _resolve(self, token_ids: Sequence[int], params: SamplingParams, n: int = 1) -> Request:
+        """``n`` is the number of results: more than one with beam search only."""
         from octavo.scheduling.admission import resolve_request
 
         if self.tokenizer is not None and params.bad_words:
@@ -248,12 +243,18 @@ class LLM:
                 params = with_bad_word_tokens(params, self.tokenizer)
             except TokenizerError as error:
                 raise RequestError(str(error)) from error
-        self._next_number += 1
-        return resolve_request(
-            self._next_number, token_ids, params, self._limits, random_seed=secrets.randbits(63)
+        request = resolve_request(
+            self._next_number,
+            token_ids,
+            params,
+            self._limits,
+            random_seed=secrets.randbits(63),
+            n=n,
         )
+        self._next_number += request.num_sequences
+        return request
 
-    def _step(self, outputs: dict[int, _Output]) -> int:
+    def _step(self, outputs: dict[int, RequestOutput]) -> int:
         """One engine step; the number of requests that ended with it."""
         step = self._core.step()
         ended = {finished.number: finished for finished in step.finished}
@@ -276,76 +277,17 @@ class LLM:
                 num_done += 1
                 if finished is None:
                     self._core.scheduler.abort(number)
+        beams = {beam.number: beam for beam in step.beams}
         for finished in ended.values():
             output = outputs.get(finished.number)
             if output is not None and not output.is_done:
-                output.add((), finished.reason, finished.error)
+                output.num_cached_tokens = finished.num_cached_tokens
+                if (beam := beams.get(finished.number)) is not None:
+                    output.add_beam(beam, finished.reason)
+                else:
+                    output.add((), finished.reason, finished.error)
                 num_done += 1
         return num_done
-
-
-class _Output:
-    """Collects one request's result."""
-
-    def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
-        self._request = request
-        self._token_ids: list[int] = []
-        self._text: list[str] = []
-        self._reason: FinishReason | None = None
-        self.num_cached_tokens = 0
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_scores = PromptScores()
-        self._error: str | None = None
-        self._output: OutputText | None = None
-        if tokenizer is not None:
-            prompt = request.prompt_token_ids.tolist()
-            self._output = OutputText(tokenizer, prompt, request.params)
-
-    @property
-    def is_done(self) -> bool:
-        return self._reason is not None
-
-    @property
-    def error(self) -> str | None:
-        return self._error
-
-    def take_text(self) -> str:
-        """The text since the last call."""
-        text = "".join(self._text)
-        self._text.clear()
-        return text
-
-    def add(
-        self,
-        token_ids: tuple[int, ...],
-        reason: FinishReason | None,
-        error: str | None = None,
-    ) -> None:
-        if self._output is None:
-            self._token_ids += token_ids
-            self._reason = reason
-        else:
-            delta = self._output.add(token_ids, reason, error)
-            self._text.append(delta.text)
-            self._token_ids += delta.token_ids
-            self._reason = delta.finish_reason
-        self._error = error
-
-    def completion(self) -> Completion:
-        assert self._reason is not None
-        params = self._request.params
-        return Completion(
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
-            finish_reason=self._reason,
-            num_prompt_tokens=len(self._request.prompt_token_ids),
-            error=self._error,
-            num_cached_tokens=self.num_cached_tokens,
-            logprobs=None if params.logprobs is None else tuple(self.logprobs),
-            prompt_logprobs=(
-                None if params.prompt_logprobs is None else self.prompt_scores.values()
-            ),
-        )
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from octavo.core.plan import PromptLogprobs, TokenScores
-from octavo.core.request import StepOutputs
+from octavo.core.request import BeamResult, StepOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,13 @@ def step_logprobs(outputs: StepOutputs) -> dict[int, TokenLogprobs]:
     numbers = outputs.numbers[logprobs.places].tolist()
     token_ids = outputs.token_ids[logprobs.places].tolist()
     return dict(zip(numbers, _values(token_ids, logprobs.scores), strict=True))
+
+
+def beam_logprobs(beam: BeamResult) -> tuple[TokenLogprobs, ...]:
+    """One for each token of a beam whose request asked."""
+    if beam.logprobs is None:
+        return ()
+    return tuple(_values(beam.token_ids.tolist(), beam.logprobs))
 
 
 class PromptScores:

@@ -24,12 +24,22 @@ from octavo.core.request import (
 )
 from octavo.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from octavo.engine.report import EngineReport, EngineStats
-from octavo.engine.wire import INT64, WireLogprobs, WirePrompt, array_in, ints_in, ints_out
-from octavo.scheduling.admission import Limits, check_sampling
+from octavo.engine.wire import (
+    INT64,
+    WireBeam,
+    WireLogprobs,
+    WirePrompt,
+    array_in,
+    ints_in,
+    ints_out,
+)
+from octavo.scheduling.admission import Limits, check_beams, check_sampling
 
 # The longest prompt that a config allows is 2**24 tokens of four bytes, the largest step 2**20 of
 # 180 bytes where all ask for the log probabilities of 20; the rest is small.
 MAX_MESSAGE_BYTES = 192 * 2**20
+# A beam brings all its tokens at once, 180 bytes each.
+MAX_BEAM_TOKENS_A_MESSAGE = 2**18
 MAX_START_BYTES = 2**20
 # A model's own end-of-sequence ids join the client's.
 _MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 1024
@@ -73,6 +83,7 @@ class AddRequest(_Message, frozen=True):
     stop_token_ids: tuple[int, ...]
     n: int = 1
     cache_salt: bytes = b""
+    beam_width: int = 0
 
     @classmethod
     def of(cls, request: Request) -> AddRequest:
@@ -87,6 +98,7 @@ class AddRequest(_Message, frozen=True):
             request.stop_token_ids,
             request.n,
             request.cache_salt,
+            request.beam_width,
         )
 
     def request(self, limits: Limits) -> Request:
@@ -116,6 +128,9 @@ class AddRequest(_Message, frozen=True):
         if len(stops) > _MAX_STOP_IDS or any(not 0 <= i < limits.vocab_size for i in stops):
             raise RequestError("stop_token_ids are too many or out of range")
         check_sampling(params, self.max_tokens, stops, limits.vocab_size)
+        if self.beam_width < 0 or bool(self.beam_width) != params.use_beam_search:
+            raise RequestError(f"beam_width {self.beam_width} is out of range")
+        check_beams(self.beam_width, self.n, stops, limits)
         return Request(
             number=self.number,
             prompt_token_ids=prompt,
@@ -125,6 +140,7 @@ class AddRequest(_Message, frozen=True):
             stop_token_ids=stops,
             cache_salt=self.cache_salt,
             n=self.n,
+            beam_width=self.beam_width,
         )
 
 
@@ -164,7 +180,8 @@ class StepMessage(_Message, frozen=True):
     """What a step brought: ``token_ids[i]`` (int32) is for request ``numbers[i]`` (int64).
 
     ``started`` pairs requests that this step ran for the first time with the seconds that they had
-    waited in the engine. ``logprobs`` and ``prompt_logprobs`` are for the requests that asked.
+    waited in the engine. ``logprobs`` and ``prompt_logprobs`` are for the requests that asked,
+    ``beams`` the results of searches that have ended.
     """
 
     numbers: bytes
@@ -174,6 +191,7 @@ class StepMessage(_Message, frozen=True):
     started: tuple[tuple[int, float], ...] = ()
     logprobs: WireLogprobs | None = None
     prompt_logprobs: tuple[WirePrompt, ...] = ()
+    beams: tuple[WireBeam, ...] = ()
 
     @classmethod
     def of(
@@ -190,7 +208,20 @@ class StepMessage(_Message, frozen=True):
             started,
             None if outputs.logprobs is None else WireLogprobs.of(outputs.logprobs),
             tuple([WirePrompt.of(piece) for piece in outputs.prompt_logprobs]),
+            tuple([WireBeam.of(beam) for beam in outputs.beams]),
         )
+
+    @staticmethod
+    def parts(outputs: StepOutputs) -> list[StepOutputs]:
+        """A step's outputs, in several pieces where many long beams end in it."""
+        if sum(len(beam.token_ids) for beam in outputs.beams) <= MAX_BEAM_TOKENS_A_MESSAGE:
+            return [outputs]
+        ends = {finished.number: finished for finished in outputs.finished}
+        none = outputs.numbers[:0], outputs.token_ids[:0]
+        pieces = [
+            StepOutputs(*none, (ends.pop(beam.number),), beams=(beam,)) for beam in outputs.beams
+        ]
+        return [replace(outputs, finished=tuple(ends.values()), beams=()), *pieces]
 
     def outputs(self) -> StepOutputs:
         """What `of` was given."""
@@ -200,6 +231,7 @@ class StepMessage(_Message, frozen=True):
             self.finished,
             None if self.logprobs is None else self.logprobs.logprobs(),
             tuple([piece.piece() for piece in self.prompt_logprobs]),
+            tuple([beam.beam() for beam in self.beams]),
         )
 
     def tokens(self) -> zip[tuple[int, int]]:

@@ -22,6 +22,7 @@ class OutputDelta:
 
     ``finish_reason`` is set on the last delta only; ``error`` says why when it is ``error``.
     ``logprobs`` has an entry for each of ``token_ids`` where `SamplingParams` asked for them.
+    ``score`` is what a beam search ranked the whole sequence by, which comes in one delta.
     """
 
     text: str
@@ -29,6 +30,7 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    score: float | None = None
 
 
 class OutputText:

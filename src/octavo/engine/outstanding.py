@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from octavo.core.request import Finished, FinishReason
-from octavo.engine.logprobs import step_logprobs
+from octavo.engine.logprobs import beam_logprobs, step_logprobs
 from octavo.engine.messages import StepMessage
 from octavo.engine.stream import RequestState
 
@@ -63,6 +63,7 @@ class Outstanding:
             ends[finished.number] = finished
             tokens.setdefault(finished.number, [])
         logprobs = {} if message.logprobs is None else step_logprobs(message.outputs())
+        beams = {wire.number: wire.beam() for wire in message.beams}
         given_up = []
         for number, token_ids in tokens.items():
             state = self._states.get(number)
@@ -70,12 +71,17 @@ class Outstanding:
                 continue
             end = ends.get(number)
             scores = (logprobs[number],) if number in logprobs else ()
+            beam = beams.get(number)
+            score = None
+            if beam is not None:
+                token_ids = beam.token_ids.tolist()
+                scores, score = beam_logprobs(beam), beam.score
             try:
                 if end is None:
                     state.receive(token_ids, None, None, now_s, scores)
                 else:
                     state.num_cached_tokens = end.num_cached_tokens
-                    state.receive(token_ids, end.reason, end.error, now_s, scores)
+                    state.receive(token_ids, end.reason, end.error, now_s, scores, score)
             except Exception as error:  # a text that cannot be made concerns its request only
                 logger.exception("request %d failed in the front end", number)
                 state.fail(error, FinishReason.ERROR, now_s)

@@ -107,7 +107,10 @@ class EngineLoop:
             self._stats_due = now + STATS_INTERVAL_S
             self._sent_stats = stats = self._stats()
         if stats is not None or started or not outputs.is_empty:
-            self._send(StepMessage.of(outputs, stats, started))
+            first, *more = StepMessage.parts(outputs)
+            self._send(StepMessage.of(first, stats, started))
+            for part in more:
+                self._send(StepMessage.of(part, None))
 
     def _tell_plan(self) -> None:
         """Gauges at the start of a step, when they are due: it may take long."""
@@ -127,6 +130,7 @@ class EngineLoop:
         started = []
         done = []
         for number, (arrived_s, n) in self._arrived_s.items():
+            # A search has more beams than results, but its first has a row whenever one has.
             is_own = (rows.number >= number) & (rows.number < number + n)
             if not (is_own & (rows.last_step > 0)).any():
                 break

@@ -31,6 +31,7 @@ class EngineReport:
     weight_bytes: int
     workspace_bytes: int
     load_s: float
+    sharing: bool = True
 
     @property
     def limits(self) -> Limits:
@@ -40,6 +41,7 @@ class EngineReport:
             self.max_model_len,
             self.eos_token_ids,
             self.max_num_seqs,
+            self.sharing,
         )
 
     @property

@@ -89,6 +89,7 @@ class RequestState:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._error: str | None = None
+        self._score: float | None = None
         self._exception: Exception | None = None
         self._is_final_taken = False
         self._waiter: asyncio.Future[None] | None = None
@@ -122,9 +123,12 @@ class RequestState:
         error: str | None,
         now_s: float,
         logprobs: Sequence[TokenLogprobs] = (),
+        score: float | None = None,
     ) -> None:
         """Digest a step's tokens. Sets `finish_reason` when the request is over, also where only
-        a stop string says so. ``logprobs`` has an entry for each token, or none at all."""
+        a stop string says so. ``logprobs`` has an entry for each token, or none at all; a beam
+        comes whole, with its ``score``."""
+        self._score = score
         if self._output is None:
             delta = OutputDelta("", tuple(token_ids), reason, error)
         else:
@@ -178,7 +182,7 @@ class RequestState:
             self._is_final_taken = True
             raise self._exception
         self._is_final_taken = True
-        return OutputDelta(text, token_ids, self.finish_reason, self._error, logprobs)
+        return OutputDelta(text, token_ids, self.finish_reason, self._error, logprobs, self._score)
 
     def _note_tokens(self, num_tokens: int, now_s: float) -> None:
         if not num_tokens:

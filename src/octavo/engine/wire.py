@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from octavo.core.plan import FloatArray, IntArray, PromptLogprobs, StepLogprobs, TokenScores
-from octavo.core.request import RequestError
+from octavo.core.request import BeamResult, RequestError
 
 INT32 = np.dtype("<i4")
 INT64 = np.dtype("<i8")
@@ -78,6 +78,35 @@ class WirePrompt(_Arrays, frozen=True):
 
     def piece(self) -> PromptLogprobs:
         return PromptLogprobs(self.owner, self.start, ints_in(self.token_ids), self.scores.scores())
+
+
+class WireBeam(_Arrays, frozen=True):
+    """A `BeamResult`."""
+
+    number: int
+    token_ids: bytes
+    score: float
+    cumulative_logprob: float
+    logprobs: WireScores | None
+
+    @classmethod
+    def of(cls, beam: BeamResult) -> WireBeam:
+        return cls(
+            beam.number,
+            ints_out(beam.token_ids),
+            beam.score,
+            beam.cumulative_logprob,
+            None if beam.logprobs is None else WireScores.of(beam.logprobs),
+        )
+
+    def beam(self) -> BeamResult:
+        return BeamResult(
+            self.number,
+            ints_in(self.token_ids),
+            self.score,
+            self.cumulative_logprob,
+            None if self.logprobs is None else self.logprobs.scores(),
+        )
 
 
 def array_in(data: bytes, wire: np.dtype, native: np.dtype) -> np.ndarray:

@@ -107,6 +107,13 @@ class Runner:
             self._known[row] = init.token_ids
             self._num_known[row] = len(init.token_ids)
             self._start_sampling(init)
+        forks = plan.row_forks
+        if len(forks):
+            # Every parent is read before any row is written.
+            self.tables[forks.rows] = self.tables[forks.parents]
+            self.position[forks.rows] = self.position[forks.parents]
+            self.last_token[forks.rows] = forks.token_ids
+            self._num_known[forks.rows] = 0
         deltas = plan.table_deltas
         if len(deltas):
             self.tables[deltas.rows, deltas.indices] = deltas.block_ids

@@ -40,7 +40,9 @@ from octavo.memory.swap import SwappedTable, SwapSpace
 class PagedManager:
     """Implements `octavo.core.protocols.KVManager`.
 
-    ``num_blocks`` counts the null block; ``max_num_seqs`` is the number of rows.
+    ``num_blocks`` counts the null block; ``max_num_seqs`` is the number of rows. Without
+    ``sharing`` every sequence owns all its blocks alone, from its first step after a fork on, and
+    nothing is cached: what sharing saves is measured against that.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class PagedManager:
         *,
         prefix_caching: bool = False,
         num_host_blocks: int = 0,
+        sharing: bool = True,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.swap_space = SwapSpace(num_host_blocks)
-        self.prefix_caching = prefix_caching
+        self.sharing = sharing
+        self.prefix_caching = prefix_caching and sharing
         self.block_size = block_size
         self.writable: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self._num_known: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
@@ -140,16 +144,19 @@ class PagedManager:
             return True
         table = self._tables[row]
         # Copy-on-write: the block that holds position `writable` exists and somebody else reads
-        # it too. The last one left writes in place.
-        index = writable // self.block_size
-        copy = index < len(table) and self._num_readers(table[index]) > 1
+        # it too. The last one left writes in place. Without sharing all blocks are copied.
+        first = writable // self.block_size
+        copied: Sequence[int] = ()
+        if first < len(table):
+            end = first + 1 if self.sharing else len(table)
+            copied = [i for i in range(first, end) if self._num_readers(table[i]) > 1]
         new = num_blocks_for(num_tokens, self.block_size) - len(table)
-        count = max(new, 0) + copy
+        count = max(new, 0) + len(copied)
         if count + reserve > self.pool.num_free:
             return False
         block_ids = self.pool.try_allocate(count)
         assert block_ids is not None
-        if copy:
+        for index in copied:
             # The row's reference to the source stays until the copy is done (see `retire`).
             destination = block_ids.pop(0)
             source = table[index]
@@ -174,7 +181,7 @@ class PagedManager:
         assert len(shared) == count, f"row {parent} has fewer than {num_tokens} tokens"
         self.pool.share(shared)
         self._tables[child] = list(shared)
-        self.writable[child] = num_tokens
+        self.writable[child] = num_tokens if self.sharing else 0
         if num_tokens % self.block_size:
             # The half-full last block is shared now: neither may write it without asking.
             self.writable[parent] = min(int(self.writable[parent]), num_tokens)
@@ -212,6 +219,8 @@ class PagedManager:
         self, tables: Sequence[SwappedTable], rows: Sequence[int], *, reserve: int = 0
     ) -> int | None:
         host_ids = self.swap_space.distinct(tables)
+        # Without blocks to go on with they might be preempted again before they ran.
+        reserve += self._num_next_blocks(tables)
         if len(host_ids) + reserve > self.pool.num_free:
             return None
         block_ids = self.pool.try_allocate(len(host_ids))
@@ -228,12 +237,29 @@ class PagedManager:
             self._num_known[row] = table.num_computed_tokens
             self._num_computed[row] = table.num_computed_tokens
         for row, table in zip(rows, tables, strict=True):
-            count = table.num_computed_tokens
-            is_shared = count % self.block_size and self._num_readers(self._tables[row][-1]) > 1
-            self.writable[row] = count if is_shared else len(self._tables[row]) * self.block_size
+            count, own = table.num_computed_tokens, self._tables[row]
+            self.writable[row] = len(own) * self.block_size
+            if count % self.block_size and self._num_readers(own[-1]) > 1:
+                self.writable[row] = count
+            if not self.sharing and any(self._num_readers(block_id) > 1 for block_id in own):
+                self.writable[row] = 0
         command = self.swap_space.bring_in(tables, block_ids)
         self._swaps.append(command)
         return command.transfer_id
+
+    def _num_next_blocks(self, tables: Sequence[SwappedTable]) -> int:
+        """Blocks that swapped-out sequences take with their next token each: new ones, and copies
+        for all but one of those who share what they write into (or, without sharing, anything)."""
+        written: list[int] = []
+        num_new = 0
+        for table in tables:
+            if table.num_computed_tokens % self.block_size == 0:
+                num_new += 1
+            elif self.sharing:
+                written.append(table.host_block_ids[-1])
+            if not self.sharing:
+                written += table.host_block_ids
+        return num_new + len(written) - len(set(written))
 
     def drop_swapped(self, tables: Iterable[SwappedTable]) -> None:
         for table in tables:

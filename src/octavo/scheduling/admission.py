@@ -11,12 +11,13 @@ import numpy as np
 from octavo.core.layout import num_blocks_for
 from octavo.core.plan import KVCapacity
 from octavo.core.request import ContextLengthError, Request, RequestError
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import MAX_BEAM_TOKENS, MAX_BEAM_WIDTH, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one engine can serve. ``num_kv_tokens`` is the whole pool, in tokens."""
+    """What one engine can serve. ``num_kv_tokens`` is the whole pool, in tokens; ``sharing`` says
+    whether sequences of a request have the prompt's blocks in common."""
 
     vocab_size: int
     max_model_len: int
@@ -24,6 +25,7 @@ class Limits:
     eos_token_ids: tuple[int, ...] = ()
     block_size: int = 1
     max_num_seqs: int = 2**16
+    sharing: bool = True
 
     @classmethod
     def of(
@@ -33,9 +35,18 @@ class Limits:
         max_model_len: int,
         eos: tuple[int, ...],
         max_num_seqs: int = 2**16,
+        sharing: bool = True,
     ) -> Limits:
         num_kv_tokens = (capacity.num_blocks - 1) * capacity.block_size
-        return cls(vocab_size, max_model_len, num_kv_tokens, eos, capacity.block_size, max_num_seqs)
+        return cls(
+            vocab_size,
+            max_model_len,
+            num_kv_tokens,
+            eos,
+            capacity.block_size,
+            max_num_seqs,
+            sharing,
+        )
 
     @property
     def max_length(self) -> int:
@@ -43,11 +54,12 @@ class Limits:
         return min(self.max_model_len, self.num_kv_tokens + 1)
 
     def longest(self, num_prompt_tokens: int, n: int) -> int:
-        """Longest of ``n`` samples that fit together: they share the prompt's full blocks."""
+        """Longest of ``n`` sequences of a request that fit together: they share the prompt's full
+        blocks."""
         if n == 1:
             return self.max_length
         num_blocks = self.num_kv_tokens // self.block_size
-        shared = min(num_prompt_tokens // self.block_size, num_blocks)
+        shared = min(num_prompt_tokens // self.block_size, num_blocks) if self.sharing else 0
         own = (num_blocks - shared) // n
         return min(self.max_length, (shared + own) * self.block_size + 1)
 
@@ -64,7 +76,7 @@ def resolve_request(
 ) -> Request:
     """Check a request against the engine's limits and fill in what it left open.
 
-    ``random_seed`` is used when the client gave none.
+    ``random_seed`` is used when the client gave none; ``beam_width``, ``n`` where it gave none.
 
     Raises:
         RequestError: an empty prompt, a token id out of range, or sampling parameters that could
@@ -82,21 +94,27 @@ def resolve_request(
             f"token id {bad} is out of range: the model's vocabulary has ids 0 to "
             f"{limits.vocab_size - 1}"
         )
+    beam_width = (params.beam_width or n) if params.use_beam_search else 0
+    if beam_width:
+        _check_width(beam_width, n, limits)
     if not 1 <= n <= limits.max_num_seqs:
         raise RequestError(
             f"n is {n}, but it must be from 1 to {limits.max_num_seqs}, the sequences that run at "
             "once (--max-num-seqs)"
         )
-    room = limits.longest(num_prompt, n) - num_prompt
+    num_sequences = beam_width or n
+    room = limits.longest(num_prompt, num_sequences) - num_prompt
     max_tokens = params.max_tokens if params.max_tokens is not None else max(room, 1)
     if max_tokens > room:
-        raise ContextLengthError(_too_long(num_prompt, max_tokens, n, limits))
+        what = "beams" if beam_width else "samples"
+        raise ContextLengthError(_too_long(num_prompt, max_tokens, num_sequences, what, limits))
     stops = params.stop_token_ids
     if not params.ignore_eos:
         # A tokenizer may know ends that the model's vocabulary has no room for.
         eos = (token_id for token_id in limits.eos_token_ids if token_id < limits.vocab_size)
         stops = tuple(dict.fromkeys((*eos, *stops)))
     check_sampling(params, max_tokens, stops, limits.vocab_size)
+    check_beams(beam_width, n, stops, limits)
     return Request(
         number=number,
         prompt_token_ids=np.asarray(prompt_token_ids, dtype=np.int32),
@@ -106,7 +124,40 @@ def resolve_request(
         stop_token_ids=stops,
         cache_salt=cache_salt.encode(),
         n=n,
+        beam_width=beam_width,
     )
+
+
+def check_beams(beam_width: int, n: int, stop_token_ids: tuple[int, ...], limits: Limits) -> None:
+    """Check a search of ``beam_width`` candidates (0: none) for ``n`` results.
+
+    Raises:
+        RequestError: the message names the field.
+    """
+    if not beam_width:
+        return
+    _check_width(beam_width, n, limits)
+    num_tokens = beam_width + len(stop_token_ids)
+    if num_tokens > min(MAX_BEAM_TOKENS, limits.vocab_size):
+        raise RequestError(
+            f"beam_width {beam_width} and {len(stop_token_ids)} stop tokens are too many: together "
+            f"at most {min(MAX_BEAM_TOKENS, limits.vocab_size)} are possible; ask for a smaller "
+            "beam_width or for fewer stop_token_ids"
+        )
+
+
+def _check_width(beam_width: int, n: int, limits: Limits) -> None:
+    widest = min(MAX_BEAM_WIDTH, limits.max_num_seqs)
+    if beam_width > widest:
+        raise RequestError(
+            f"beam_width is {beam_width}, but it must be from 1 to {widest}, which is "
+            f"{MAX_BEAM_WIDTH} or the sequences that run at once (--max-num-seqs)"
+        )
+    if n > beam_width:
+        raise RequestError(
+            f"n is {n}, but a beam search of beam_width {beam_width} has at most so many results; "
+            "ask for fewer, or for more beams"
+        )
 
 
 def check_sampling(
@@ -151,12 +202,12 @@ def check_sampling(
         )
 
 
-def _too_long(num_prompt: int, max_tokens: int, n: int, limits: Limits) -> str:
+def _too_long(num_prompt: int, max_tokens: int, n: int, what: str, limits: Limits) -> str:
     longest = limits.longest(num_prompt, n)
     if longest < limits.max_length:
         return (
-            f"{n} samples of {num_prompt + max_tokens} tokens do not fit in the KV cache of "
-            f"{limits.num_kv_tokens} tokens; ask for fewer samples, or for at most "
+            f"{n} {what} of {num_prompt + max_tokens} tokens do not fit in the KV cache of "
+            f"{limits.num_kv_tokens} tokens; ask for fewer {what}, or for at most "
             f"{max(longest - num_prompt, 0)} tokens each"
         )
     if limits.max_length < limits.max_model_len:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from octavo.core.plan import Batch, FanOut, RowInit, StepPlan, int_array
+from octavo.core.layout import num_blocks_for
+from octavo.core.plan import NO_FORKS, Batch, FanOut, RowInit, StepPlan, int_array
+from octavo.scheduling.beam_search import closest_before
+from octavo.scheduling.beams import take_row_changes
 from octavo.scheduling.groups import Group, Launched
 from octavo.scheduling.state import SchedulerState
 
@@ -26,6 +29,11 @@ class Planner:
         budget = self.state.config.max_num_batched_tokens - (decode.num_tokens if decode else 0)
         chunks, budget = self._plan_chunks(budget)
         inits: list[RowInit] = []
+        row_forks = NO_FORKS
+        prepared: list[int] = []
+        if self.state.continuing:
+            prepared += self.state.continuing
+            inits, row_forks = take_row_changes(self.state)
         forks: list[tuple[int, int]] = []
         if not stalled and num_preemptions == self.state.num_preemptions:
             self._admit(budget, chunks, inits)
@@ -33,7 +41,7 @@ class Planner:
         fan_outs = self._fan_out(batch, inits, forks) if batch else ()
         drained = self.state.manager.drain()
         if batch is None:
-            if not drained.commands:
+            if not drained.commands and not prepared and not len(drained.table_deltas):
                 return None
             batch = Batch.empty()
         self.state.step_id += 1
@@ -44,8 +52,12 @@ class Planner:
             table_deltas=drained.table_deltas,
             commands=drained.commands,
             fan_outs=fan_outs,
+            row_forks=row_forks,
         )
-        self._note_launch(plan, len(chunks), tuple(forks))
+        if stalled:
+            # Some rows of beams that sit out may have got their blocks, copied in this plan.
+            prepared += [row for row in stalled if self.state.rows.is_beam[row]]
+        self._note_launch(plan, len(chunks), tuple(forks), tuple(prepared))
         return plan
 
     def _grow_decoding_rows(self) -> set[int]:
@@ -67,11 +79,16 @@ class Planner:
                     stalled.add(row)
                     break
                 self.state.preempt(self.state.latest_group())
+        for row in list(stalled):
+            # Beams run all together.
+            sequence = self.state.sequence_of_row[row]
+            if self.state.rows.is_beam[row] and sequence is not None:
+                stalled.update(sequence.group.rows)
         return {row for row in stalled if self.state.rows.is_decoding[row]}
 
     def _is_release_due(self) -> bool:
-        """Whether a launched step will give a row's blocks back: one that ended or was preempted,
-        or one whose last step is in flight."""
+        """Whether a launched step may give blocks back: a row's that ended or was preempted or
+        whose last step is in flight, or those of beams that die."""
         running = (
             len(self.state.decoding_rows()) + len(self.state.prefilling) + len(self.state.awaiting)
         )
@@ -139,7 +156,8 @@ class Planner:
 
     def _try_blocks(self, group: Group) -> list[int] | None:
         """Blocks for what the group has to compute: a new one's prompt once, or all sequences of
-        one that resumes, which share the full blocks of the prompt again.
+        one that resumes, which share full blocks again: the prompt's, and beams all that they have
+        in common with another.
 
         Returns:
             How many tokens of each of these sequences are cached or shared; None and no change
@@ -155,17 +173,32 @@ class Planner:
         cached = [admission.num_cached_tokens]
         if not group.is_fanned_out:
             return cached
-        size = self.state.manager.block_size
-        shared = len(group.request.prompt_token_ids) // size * size
-        for index, sequence in enumerate(group.sequences[1:], start=1):
-            child = self.state.rows.peek(index)
-            self.state.manager.fork(row, child, shared)
-            if not self.state.manager.grow(child, len(sequence.token_ids), reserve=reserve):
+        manager, rows = self.state.manager, self.state.rows
+        for index, (closest, shared) in enumerate(self._shared_prefixes(group), start=1):
+            child, token_ids = rows.peek(index), group.sequences[index].token_ids
+            if manager.sharing:
+                manager.fork(rows.peek(closest), child, shared)
+                has_room = manager.grow(child, len(token_ids), reserve=reserve)
+            else:
+                has_room = manager.admit(child, token_ids, reserve=reserve, salt=salt) is not None
+            if not has_room:
                 for taken in range(index + 1):
-                    self.state.manager.free(self.state.rows.peek(taken))
+                    manager.free(rows.peek(taken))
                 return None
             cached.append(shared)
         return cached
+
+    def _shared_prefixes(self, group: Group) -> list[tuple[int, int]]:
+        """For each sequence but the first, an earlier one and how many tokens of whole blocks it
+        shares with it when both are computed again."""
+        size, sequences = self.state.manager.block_size, group.sequences
+        if not self.state.manager.sharing:
+            return [(0, 0)] * (len(sequences) - 1)
+        num_prompt = len(group.request.prompt_token_ids)
+        if group.beams is None:
+            return [(0, num_prompt // size * size)] * (len(sequences) - 1)
+        closest = closest_before([sequence.token_ids[num_prompt:] for sequence in sequences])
+        return [(index, (num_prompt + length) // size * size) for index, length in closest]
 
     def _try_swap_in(self, group: Group, inits: list[RowInit]) -> bool:
         """Bring a swapped-out group back; its rows run once the transfer is reported."""
@@ -199,7 +232,7 @@ class Planner:
             sequence = self.state.sequence_of_row[parent]
             assert sequence is not None
             group = sequence.group
-            if group.is_fanned_out:
+            if group.is_fanned_out or group.beams is not None:
                 continue
             group.is_fanned_out = True
             children = [other for other in group.sequences if other.row != parent]
@@ -220,9 +253,18 @@ class Planner:
         to go on with, so that it makes progress before it can be preempted again.
         """
         num_running = self.state.rows.num_used
+        copies = 0 if self.state.manager.sharing else self._num_blocks_to_copy(group)
         if group.num_preemptions:
-            return num_running
-        return min(num_running, max(1, self.state.manager.num_usable_blocks // 100))
+            return num_running + copies
+        return min(num_running, max(1, self.state.manager.num_usable_blocks // 100)) + copies
+
+    def _num_blocks_to_copy(self, group: Group) -> int:
+        """Without sharing: blocks that sequences will take at their fan-out, this group's too."""
+        size, rows = self.state.manager.block_size, self.state.rows
+        counts = rows.num_tokens[list(self.state.awaiting)].tolist()
+        if not group.is_fanned_out:
+            counts += [len(group.request.prompt_token_ids)] * (len(group.sequences) - 1)
+        return sum(num_blocks_for(count, size) for count in counts)
 
     def _join(self, decode: Batch | None, chunks: list[tuple[int, int]]) -> Batch | None:
         """One batch: the decoding rows, then the chunks."""
@@ -240,7 +282,11 @@ class Planner:
         )
 
     def _note_launch(
-        self, plan: StepPlan, num_chunks: int, forks: tuple[tuple[int, int], ...]
+        self,
+        plan: StepPlan,
+        num_chunks: int,
+        forks: tuple[tuple[int, int], ...],
+        prepared: tuple[int, ...],
     ) -> None:
         columns, batch = self.state.rows, plan.batch
         rows = batch.rows
@@ -251,7 +297,7 @@ class Planner:
         columns.num_tokens[sampled] = counts
         published, self.state.published = tuple(self.state.published), []
         self.state.launched.append(
-            Launched(plan.step_id, batch, sampled, plan.commands, published, forks)
+            Launched(plan.step_id, batch, sampled, plan.commands, published, forks, prepared)
         )
         if num_chunks:
             caught_up = rows[-num_chunks:][batch.samples[-num_chunks:]]
@@ -263,6 +309,14 @@ class Planner:
         for _, child in forks:
             columns.last_step[child] = plan.step_id
             columns.is_decoding[child] = True
+        if prepared:
+            columns.last_step[list(prepared)] = plan.step_id
+        if columns.num_beams:
+            # The host has to choose their tokens before they go on.
+            beams = sampled[columns.is_beam[sampled]]
+            if len(beams):
+                columns.is_decoding[beams] = False
+                self.state.decode_batch = None
         # A length stop is known now: the row needs no further step.
         last = sampled[counts >= columns.max_length[sampled]]
         if len(last):

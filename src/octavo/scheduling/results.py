@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from octavo.core.plan import BoolArray, IntArray, StepResult, SwapIn, SwapOut, int_array
-from octavo.core.request import Finished, FinishReason, StepOutputs
+from octavo.core.request import BeamResult, Finished, FinishReason, StepOutputs
+from octavo.scheduling.beams import BeamDigest
 from octavo.scheduling.groups import Launched
 from octavo.scheduling.state import SchedulerState
 
@@ -17,6 +18,7 @@ class ResultDigest:
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
+        self._beams = BeamDigest(state)
 
     def update(self, result: StepResult) -> StepOutputs:
         """Digest the result of the oldest launched step."""
@@ -29,22 +31,27 @@ class ResultDigest:
         for transfer in result.finished_transfers:
             self.state.arrive(transfer)
         rows, token_ids, logprobs = launched.sampled_rows, result.token_ids, result.logprobs
-        wanted: BoolArray = self.state.rows.is_wanted[rows]
-        if not wanted.all():
-            rows, token_ids = rows[wanted], token_ids[wanted]
-            logprobs = logprobs and logprobs.only(wanted)
         prompts = tuple(
             replace(prompt, owner=int(self.state.rows.number[prompt.owner]))
             for prompt in result.prompt_logprobs
             if self.state.rows.is_wanted[prompt.owner]
         )
+        wanted: BoolArray = self.state.rows.is_wanted[rows]
+        beam_ends: list[Finished] = []
+        beams: list[BeamResult] = []
+        if self.state.rows.num_beams and (is_beam := self.state.rows.is_beam[rows]).any():
+            wanted &= ~is_beam
+            beam_ends, beams = self._beams.update(rows, is_beam, logprobs)
+        if not wanted.all():
+            rows, token_ids = rows[wanted], token_ids[wanted]
+            logprobs = logprobs and logprobs.only(wanted)
         ended = self.state.rows.receive(rows, token_ids)
         if self.state.manager.prefix_caching:
             self._publish_generated(rows)
         numbers = self.state.rows.number[rows]
-        finished = tuple([self._finish(row) for row in ended.tolist()])
+        finished = (*[self._finish(row) for row in ended.tolist()], *beam_ends)
         self.state.release_processed(launched)
-        return StepOutputs(numbers, token_ids, finished, logprobs, prompts)
+        return StepOutputs(numbers, token_ids, finished, logprobs, prompts, tuple(beams))
 
     def fail(self, step_id: int, error: str) -> StepOutputs:
         """The oldest launched step failed: its requests end, everything else goes on."""
@@ -55,8 +62,17 @@ class ResultDigest:
         for row in failed:
             sequence = self.state.sequence_of_row[row]
             assert sequence is not None
-            sequence.group.is_failing = True
-        finished = [self._finish(row, FinishReason.ERROR, error) for row in failed]
+            sequence.group.is_ending = True
+        finished = []
+        for row in failed:
+            sequence = self.state.sequence_of_row[row]
+            # Beams end together, with the first of their rows.
+            if sequence is None or not self.state.rows.is_wanted[row]:
+                continue
+            if sequence.group.beams is not None:
+                finished += self._beams.fail(sequence.group, error)
+            else:
+                finished.append(self._finish(row, FinishReason.ERROR, error))
         self._give_up_transfers(launched)
         self.state.release_processed(launched)
         empty = int_array([])

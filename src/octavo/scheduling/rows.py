@@ -34,6 +34,9 @@ class RowTable:
         self.arrival = np.zeros(max_num_seqs, dtype=np.int64)
         self.is_wanted: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.is_decoding: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        # Beams get their tokens from a search over all of them, not from what they sample.
+        self.is_beam: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.num_beams = 0
         self._stop_token_ids: IntArray = np.full((max_num_seqs, 1), -1, dtype=np.int32)
         self._num_rows_with_stops = 0
         width = min(_FIRST_WIDTH, max_model_len)
@@ -75,6 +78,10 @@ class RowTable:
         self.arrival[row] = arrival
         self.is_wanted[row] = True
         self.is_decoding[row] = False
+        if request.beam_width:
+            self.is_beam[row] = True
+            self.num_beams += 1
+            return row
         stops = request.stop_token_ids
         if stops:
             self._fit_stops(len(stops))
@@ -86,6 +93,8 @@ class RowTable:
         if self._stop_token_ids[row, 0] >= 0:
             self._num_rows_with_stops -= 1
             self._stop_token_ids[row] = -1
+        self.num_beams -= int(self.is_beam[row])
+        self.is_beam[row] = False
         self.is_wanted[row] = False
         self.is_decoding[row] = False
         self._free.append(row)

@@ -88,10 +88,10 @@ class Scheduler:
 
         Raises:
             ContextLengthError: it can never fit in the pool, however long it waits.
-            RequestError: it has more samples than run at once.
+            RequestError: it has more samples or beams than run at once.
             QueueFullError: ``max_queued_requests`` wait already.
         """
-        num_blocks = request.num_blocks(self.manager.block_size)
+        num_blocks = request.num_blocks(self.manager.block_size, sharing=self.manager.sharing)
         is_too_long = request.max_length > self.config.max_model_len
         if is_too_long or self.manager.can_never_fit(num_blocks):
             raise ContextLengthError(
@@ -99,10 +99,12 @@ class Scheduler:
                 f"more than the model's {self.config.max_model_len} tokens or than the KV cache "
                 "can hold"
             )
-        if request.n > self.config.max_num_seqs:
+        count = request.num_sequences
+        if count > self.config.max_num_seqs:
+            name, what = ("beam_width", "beams") if request.beam_width else ("n", "samples")
             raise RequestError(
-                f"n is {request.n}, but only {self.config.max_num_seqs} sequences run at once "
-                "(max_num_seqs); ask for fewer samples"
+                f"{name} is {count}, but only {self.config.max_num_seqs} sequences run at once "
+                f"(max_num_seqs); ask for fewer {what}"
             )
         if not self.has_room:
             raise QueueFullError(
@@ -122,13 +124,21 @@ class Scheduler:
     def abort(self, number: int) -> bool:
         """Forget a sequence; its blocks are free at once, or with the last step that names them.
 
-        The other samples of its request go on. False when there is no such sequence (it may have
-        just ended).
+        The other samples of its request go on; a beam search does as long as one of its ``n``
+        results is wanted. False when there is no such sequence (it may have just ended).
         """
         sequence = self.state.sequences.get(number)
         if sequence is None:
             return False
-        self.state.forget(sequence)
+        group = sequence.group
+        if group.beams is None:
+            self.state.forget(sequence)
+            return True
+        if sequence.index >= group.request.n or sequence.index in group.beams.unwanted:
+            return False
+        group.beams.unwanted.add(sequence.index)
+        if len(group.beams.unwanted) == group.request.n:
+            self.state.forget_group(group)
         return True
 
     def plan(self) -> StepPlan | None:

@@ -62,6 +62,16 @@ class SchedulerState:
         self.launched: deque[Launched] = deque()
         self.decode_batch: Batch | None = None
         self.published: list[tuple[int, int]] = []
+        # Where beams go on that the executor has not been told of: row → parent's row and token;
+        # beams that have just got a row.
+        self.continuing: dict[int, tuple[int, int]] = {}
+        self.joining: list[Sequence] = []
+
+    def forget_group(self, group: Group) -> None:
+        """None of the group's sequences is wanted any more."""
+        group.is_ending = True
+        for sequence in list(group.sequences):
+            self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended or is not wanted any more."""
@@ -127,6 +137,8 @@ class SchedulerState:
         self.num_preemptions += 1
         group.is_resuming = True
         self.num_resuming += 1
+        if group.beams is not None:
+            group.beams.arrived.clear()
         for sequence in list(group.sequences):
             self.stop_running(sequence.row)
             self.release_when_processed(sequence.row)
@@ -172,7 +184,7 @@ class SchedulerState:
         shared = len(group.request.prompt_token_ids) // self.manager.block_size
         is_half_way = self.rows.num_computed[row] < shared * self.manager.block_size
         is_needed = not group.is_fanned_out or is_half_way
-        if group.sequences and is_needed and not group.is_failing:
+        if group.sequences and is_needed and not group.is_ending:
             self.preempt(group)
         group.is_fanned_out |= not group.sequences
 
@@ -183,6 +195,9 @@ class SchedulerState:
         elif row in self.prefilling:
             self.prefilling.remove(row)
         self.awaiting.discard(row)
+        if self.continuing or self.joining:
+            self.continuing.pop(row, None)
+            self.joining = [sequence for sequence in self.joining if sequence.row != row]
 
     def release_when_processed(self, row: int) -> None:
         if self.rows.last_step[row] <= self.processed:
@@ -195,7 +210,7 @@ class SchedulerState:
         assert sequence is not None
         group = sequence.group
         if self.rows.is_wanted[row]:
-            sequence.token_ids = self.rows.token_ids(row)
+            sequence.token_ids = self.known_token_ids(sequence)
         elif group.swapped is not None:
             self.manager.drop_swapped([group.swapped.pop(sequence.index)])
         sequence.row = -1
@@ -206,6 +221,17 @@ class SchedulerState:
             group.is_resuming = False
             self.num_resuming -= 1
             self.wait_again(group)
+
+    def known_token_ids(self, sequence: Sequence) -> IntArray:
+        """What a sequence on a row holds, as far as the host knows."""
+        group = sequence.group
+        if group.beams is None:
+            return self.rows.token_ids(sequence.row)
+        beams, prompt = group.beams, group.request.prompt_token_ids
+        if sequence.index not in beams.places:
+            return prompt
+        rank = beams.places.index(sequence.index)
+        return np.concatenate([prompt, beams.search.token_ids(rank)])
 
     def wait_again(self, group: Group) -> None:
         """Back into the queue, before every later arrival."""
@@ -240,6 +266,10 @@ class SchedulerState:
             if group.is_arriving:
                 expected = len(group.sequences)
             assert len(self.awaiting.intersection(group.rows)) == expected
+            if group.beams is not None:
+                places = group.beams.places
+                assert len(set(places)) == len(places) == group.beams.search.num_candidates
+        assert all(self.rows.is_decoding[row] for row in self.continuing), "a beam goes on alone"
         assert self.awaiting <= owned, "a row awaits a fan-out for nobody"
         arrivals = [group.arrival for group in self.waiting]
         assert arrivals == sorted(arrivals), "the queue is out of order"

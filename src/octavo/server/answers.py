@@ -48,13 +48,15 @@ class PromptToken(msgspec.Struct):
 
 class CompletionChoice(msgspec.Struct):
     """``prompt_logprobs`` (vLLM's) is left out where nobody asked for it: for each token of the
-    prompt but the first, the token itself and the likeliest in its place, by id."""
+    prompt but the first, the token itself and the likeliest in its place, by id. ``score`` is what
+    a beam search ranked the choice by."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     prompt_logprobs: list[dict[int, PromptToken] | None] | msgspec.UnsetType = msgspec.UNSET
+    score: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatTopToken(msgspec.Struct):
@@ -81,10 +83,13 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
+    """``score`` is what a beam search ranked the choice by."""
+
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    score: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
@@ -97,6 +102,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    score: float | msgspec.UnsetType = msgspec.UNSET
 
 
 Choice = TypeVar("Choice")

@@ -19,7 +19,7 @@ from octavo.server.answers import (
 )
 from octavo.server.errors import APIError
 from octavo.server.generation import Generation, Result
-from octavo.server.logprobs import Spelling, chat_logprobs
+from octavo.server.logprobs import Spelling, chat_logprobs, spelled_score
 from octavo.server.prompts import chat_prompt, with_bad_words
 from octavo.server.protocol import ChatRequest
 from octavo.text.tokenizer import Tokenizer
@@ -58,6 +58,7 @@ class ChatShape:
                 ChatMessage(result.text),
                 self._logprobs(result.logprobs),
                 result.finish_reason,
+                spelled_score(result.score),
             )
             for index, result in enumerate(results)
         ]
@@ -74,7 +75,9 @@ class ChatShape:
             content = ChatDelta(content=delta.text)
             chunks.append(self._chunk(index, content, logprobs=self._logprobs(delta.logprobs)))
         if delta.finish_reason is not None:
-            chunks.append(self._chunk(index, ChatDelta(), delta.finish_reason))
+            last = self._chunk(index, ChatDelta(), delta.finish_reason)
+            last.choices[0].score = spelled_score(delta.score)
+            chunks.append(last)
         return chunks
 
     def usage_chunk(self, usage: Usage) -> Answer[ChatChunkChoice]:

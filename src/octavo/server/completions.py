@@ -24,6 +24,7 @@ from octavo.server.logprobs import (
     completion_logprobs,
     joined,
     prompt_logprobs,
+    spelled_score,
 )
 from octavo.server.prompts import completion_prompts, prompt_texts, with_bad_words
 from octavo.server.protocol import CompletionRequest
@@ -102,7 +103,9 @@ class CompletionShape:
     def answer(self, results: Sequence[Result], usage: Usage) -> Answer[CompletionChoice]:
         answer = self._answer(
             [
-                self._choice(index, result.text, result.logprobs, result.finish_reason, True)
+                self._choice(
+                    index, result.text, result.logprobs, result.finish_reason, result.score, True
+                )
                 for index, result in enumerate(results)
             ]
         )
@@ -115,7 +118,9 @@ class CompletionShape:
         is_empty = not delta.text and not delta.logprobs and delta.finish_reason is None
         if is_empty and not is_first:
             return []
-        choice = self._choice(index, delta.text, delta.logprobs, delta.finish_reason, is_first)
+        choice = self._choice(
+            index, delta.text, delta.logprobs, delta.finish_reason, delta.score, is_first
+        )
         return [self._answer([choice])]
 
     def usage_chunk(self, usage: Usage) -> Answer[CompletionChoice]:
@@ -129,11 +134,12 @@ class CompletionShape:
         text: str,
         values: Sequence[TokenLogprobs],
         reason: str | None,
+        score: float | None,
         is_first: bool,
     ) -> CompletionChoice:
         prompt = index // self._n
         logprobs = self._scores.of(index, prompt, values, is_first)
-        choice = CompletionChoice(index, text, logprobs, reason)
+        choice = CompletionChoice(index, text, logprobs, reason, score=spelled_score(score))
         if is_first:
             choice.text = self._echoes[prompt] + text
             self._scores.add_prompt(choice, prompt)

@@ -20,6 +20,7 @@ INVALID = "invalid_request_error"
 # start.
 _ENGINE_FIELDS = {
     "n": "n",
+    "beam_width": "beam_width",
     "stop": "stop",
     "stop_token_ids": "stop_token_ids",
     "logit_bias": "logit_bias",

@@ -25,6 +25,7 @@ class Result:
     finish_reason: FinishReason | None = None
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    score: float | None = None
 
     @property
     def text(self) -> str:
@@ -39,7 +40,8 @@ class Result:
 
 class Generation:
     """``n`` choices for each prompt, in the order of the prompts: choice ``i`` answers prompt
-    ``i // n``. With a seed, each prompt's choices have the seeds ``seed, seed + 1, ...``.
+    ``i // n``. With a seed, each prompt's choices have the seeds ``seed, seed + 1, ...``; with beam
+    search they are the best beams, best first.
 
     Raises:
         RequestError, QueueFullError, EngineDeadError: a prompt was refused; none has been kept.
@@ -121,6 +123,7 @@ class Generation:
                 results[index].texts.append(delta.text)
                 results[index].logprobs += delta.logprobs
                 results[index].finish_reason = delta.finish_reason
+                results[index].score = delta.score
         finally:
             self.abort()
         return results
@@ -199,7 +202,8 @@ class ScoredPrompts(Generation):
         n: int = 1,
         cache_salt: str = "",
     ) -> None:
-        super().__init__(engine, prompts, replace(params, logprobs=None), 1, cache_salt)
+        params = replace(params.without_beams(), logprobs=None)
+        super().__init__(engine, prompts, params, 1, cache_salt)
         self._num_shown = n
         self._num_choices *= n
 
@@ -233,7 +237,7 @@ class EchoedPrompts(Generation):
         cache_salt: str = "",
     ) -> None:
         for prompt in prompts:
-            engine.resolve(prompt, replace(params, max_tokens=1))
+            engine.resolve(prompt, replace(params.without_beams(), max_tokens=1))
         super().__init__(engine, (), params)
         self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self._num_choices = len(prompts) * n

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from octavo.engine.logprobs import TokenLogprobs
 from octavo.server.answers import (
     ChatLogprobs,
@@ -136,6 +138,11 @@ def _prompt_token(value: TokenLogprobs, num_top: int, spelling: Spelling) -> dic
     for index, (token_id, logprob) in enumerate(value.top[:num_top]):
         found.setdefault(token_id, PromptToken(finite(logprob), index + 1, spelling.text(token_id)))
     return found
+
+
+def spelled_score(score: float | None) -> float | msgspec.UnsetType:
+    """A beam's, else nothing."""
+    return msgspec.UNSET if score is None else finite(score)
 
 
 def finite(logprob: float) -> float:

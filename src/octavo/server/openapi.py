@@ -16,6 +16,8 @@ from octavo.core.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
@@ -224,6 +226,32 @@ def _describe_requests(schemas: Schema, vocab_size: int, max_length: int) -> Non
             "items": token,
             "minItems": 1,
             "maxItems": MAX_ALLOWED_TOKEN_IDS,
+        },
+        "use_beam_search": {
+            "type": "boolean",
+            "description": "Look for the likeliest sequences instead of sampling; the choices are "
+            "the n best, whole at the end. Goes with a temperature of 0 or 1, stop_token_ids, "
+            "min_tokens and log probabilities; stop, best_of and what else shapes sampling is "
+            "refused.",
+        },
+        "beam_width": {
+            "type": "integer",
+            "description": "Candidates of a beam search, at least n, which is the default.",
+            "minimum": 1,
+            "maximum": MAX_BEAM_WIDTH,
+        },
+        "length_penalty": {
+            "type": "number",
+            "description": "Beams are ranked by the sum of their log probabilities over their "
+            "length to this power. Needs use_beam_search: true, unless it is 1.",
+            "minimum": -MAX_LENGTH_PENALTY,
+            "maximum": MAX_LENGTH_PENALTY,
+        },
+        "early_stopping": {
+            "enum": [True, False, "never"],
+            "description": "When a beam search ends: as soon as beam_width have ended, when no "
+            "candidate is better at its length, or when none could become better at any length. "
+            "Needs use_beam_search: true, unless it is false.",
         },
         "prompt_logprobs": top,
         "top_logprobs": top | {"description": "Needs logprobs: true."},

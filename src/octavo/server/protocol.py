@@ -8,11 +8,11 @@ supported are refused by name.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from octavo.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from octavo.core.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
 from octavo.server.errors import APIError
 
 MAX_CHOICES = 128
@@ -31,6 +31,10 @@ _SAMPLING = (
     "include_stop_str_in_output",
     "bad_words",
     "allowed_token_ids",
+    "use_beam_search",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
 )
 
 # Field -> values that ask for nothing. Everything else is refused.
@@ -39,8 +43,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "top_logprobs": (0,),
     "prompt_logprobs": (0,),
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "tools": ([],),
@@ -109,6 +111,11 @@ class GenerationRequest(_Unsupported, kw_only=True):
     include_stop_str_in_output: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    # vLLM's; the width of the search is n where nothing else is asked for.
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Only requests of the same salt share cached prefixes.
@@ -159,6 +166,11 @@ class GenerationRequest(_Unsupported, kw_only=True):
             )
         if not 1 <= self.num_choices <= MAX_CHOICES:
             raise APIError(f"n must be from 1 to {MAX_CHOICES}, got {self.n}", param="n")
+        if self.use_beam_search and self.num_choices > MAX_BEAM_WIDTH:
+            raise APIError(
+                f"n must be from 1 to {MAX_BEAM_WIDTH} with use_beam_search, got {self.n}",
+                param="n",
+            )
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
             raise APIError(
                 f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
@@ -218,6 +230,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         for name in ("logprobs", "prompt_logprobs"):
             _check_range(name, getattr(self, name), 0, MAX_LOGPROBS)
         _check_range("best_of", self.best_of, self.num_choices, MAX_CHOICES)
+        if self.best_of is not None and self.use_beam_search:
+            raise APIError(
+                "best_of does not work with use_beam_search; send beam_width", param="best_of"
+            )
         if self.stream and self.num_samples > self.num_choices:
             raise APIError(
                 "best_of cannot be streamed: which samples are best is known at the end; leave "

@@ -1,7 +1,8 @@
 """An executor without a model: fixed latencies on a virtual clock. The policy's test bed.
 
-It obeys the same plans as the real one and answers with made-up tokens. It does not compute,
-sleep or read a clock; `now_s` says how much simulated time has passed.
+It obeys the same plans as the real one and answers with made-up tokens, and with made-up log
+probabilities for the rows that ask. It does not compute, sleep or read a clock; `now_s` says how
+much simulated time has passed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.core.plan import IntArray, KVCapacity, StepPlan, StepResult, SwapIn
+from octavo.core.plan import (
+    IntArray,
+    KVCapacity,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+    SwapIn,
+    TokenScores,
+    int_array,
+)
 
 TokenSource = Callable[[StepPlan, IntArray], IntArray]
 
@@ -45,6 +55,8 @@ class SimulatedExecutor:
         self._latency = latency or FixedLatency()
         self._tokens = tokens
         self._launched: deque[StepPlan] = deque()
+        # Rows that want log probabilities, and of how many tokens.
+        self._num_logprobs: dict[int, int] = {}
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(plan)
@@ -54,9 +66,35 @@ class SimulatedExecutor:
         self.now_s += self._latency.step_seconds(plan)
         rows = plan.sampled_rows()
         arrived = tuple(c.transfer_id for c in plan.commands if isinstance(c, SwapIn))
+        for init in plan.row_inits:
+            self._num_logprobs.pop(init.row, None)
+            if init.num_logprobs is not None:
+                self._num_logprobs[init.row] = init.num_logprobs
         if self._tokens is None:
-            return StepResult(plan.step_id, np.zeros(len(rows), dtype=np.int32), arrived)
-        return StepResult(plan.step_id, self._tokens(plan, rows), arrived)
+            token_ids = np.zeros(len(rows), dtype=np.int32)
+        else:
+            token_ids = self._tokens(plan, rows)
+        logprobs = self._logprobs(plan.step_id, rows, token_ids) if self._num_logprobs else None
+        return StepResult(plan.step_id, token_ids, arrived, logprobs)
+
+    def _logprobs(self, step_id: int, rows: IntArray, token_ids: IntArray) -> StepLogprobs | None:
+        """Each row's likeliest are ``token_ids[i]`` and those that follow it; how likely depends on
+        row and step, so that beams die and fork."""
+        places = [i for i, row in enumerate(rows.tolist()) if row in self._num_logprobs]
+        if not places:
+            return None
+        num_top = int_array([self._num_logprobs[row] for row in rows[places].tolist()])
+        follow = np.arange(int(num_top.max()), dtype=np.int32)
+        first = 0.1 + 0.3 * ((7 * rows[places] + 3 * step_id) % 5)
+        top_logprobs = (-first[:, None] - 0.5 * follow).astype(np.float32)
+        scores = TokenScores(
+            logprobs=-first.astype(np.float32),
+            ranks=np.ones(len(places), dtype=np.int32),
+            top_ids=token_ids[places][:, None] + follow,
+            top_logprobs=top_logprobs,
+            num_top=num_top,
+        )
+        return StepLogprobs(int_array(places), scores)
 
     def close(self) -> None:
         self._launched.clear()

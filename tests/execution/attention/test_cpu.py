@@ -71,6 +71,33 @@ def test_equals_the_reference(
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("way", ["plain", "fp32 products", "as this CPU"])
+def test_chunks_of_long_contexts_equal_the_reference(
+    dtype: torch.dtype, window: int, way: str
+) -> None:
+    """Several blocks of keys; and what CPUs without AVX512, or without its bfloat16, do."""
+    torch.manual_seed(2)
+    heads, kv_heads, dim, block_size = 5, 1, 40, 16
+    step = make_step([(700, 33), (0, 8), (1000, 70)], block_size, 130)
+    layout = KVLayout(1, kv_heads, dim, dtype.itemsize, block_size)
+    rope = make_rope(dim)
+    fast, slow = Arena(layout, 130, dtype), Arena(layout, 130, dtype)
+    fast.kv.normal_()
+    slow.kv.copy_(fast.kv)
+    qkv = torch.randn(step.num_tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    expected = GatherAttention(slow, heads, rope, window).plan(step)(0, qkv.clone())
+    backend = CPUAttention(fast, heads, rope, window)
+    if way == "plain":
+        backend.has_chunk_kernel = False
+    elif way == "fp32 products":
+        backend.chunk_dtype = torch.float32
+    got = backend.plan(step)(0, qkv.clone())
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
 def test_a_chunk_equals_its_tokens_one_by_one() -> None:
     """Where a prompt is cut into chunks must not matter."""
     torch.manual_seed(1)

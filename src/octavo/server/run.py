@@ -26,6 +26,8 @@ from octavo.engine.logs import configure_logs
 from octavo.model_store import KNOWN_MODELS, ensure_model, hub_name
 from octavo.server.app import ANY_NAME, create_app
 from octavo.server.connections import limited_protocol
+from octavo.server.prefixes import read_prefix_files, register_files
+from octavo.server.protocol import PrefixRequest
 from octavo.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -50,14 +52,16 @@ def serve(
     A second signal cuts the drain short.
 
     Raises:
-        ConfigError: the address cannot be listened on (found before the model is loaded).
+        ConfigError: the address cannot be listened on, or a prefix's file cannot be read (both
+            found before the model is loaded), or a prefix cannot be kept.
         ModelStoreError, TokenizerError, ChatTemplateError: the model's files are not usable.
         EngineStartError: the engine could not start.
     """
     configure_logs(server_config.log_format, server_config.log_level)
+    bodies = read_prefix_files(engine_config, server_config.prefixes)
     _allow_descriptors(2 * server_config.max_connections)
     with contextlib.closing(listen(server_config.host, server_config.port)) as listener:
-        asyncio.run(_serve(engine_config, server_config, listener, engine_command))
+        asyncio.run(_serve(engine_config, server_config, bodies, listener, engine_command))
     return 0
 
 
@@ -76,6 +80,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"host {host!r} cannot be used: {error.strerror or error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Its connections inherit this: a token's event must not wait for the last one's receipt.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
@@ -103,13 +109,16 @@ def model_name_of(engine_config: EngineConfig, server_config: ServerConfig) -> s
 async def _serve(
     engine_config: EngineConfig,
     server_config: ServerConfig,
+    prefixes: Sequence[PrefixRequest],
     listener: socket.socket,
     engine_command: Sequence[str],
 ) -> None:
     stop = _Stop()
     name = model_name_of(engine_config, server_config)
     print(f"Loading {name} ...", flush=True)
-    starting = asyncio.create_task(_start_engine(engine_config, server_config, engine_command))
+    starting = asyncio.create_task(
+        _start_engine(engine_config, server_config, prefixes, engine_command)
+    )
     stopping = asyncio.create_task(stop.first.wait())
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,9 +153,13 @@ async def _serve(
 
 
 async def _start_engine(
-    config: EngineConfig, server_config: ServerConfig, command: Sequence[str]
+    config: EngineConfig,
+    server_config: ServerConfig,
+    prefixes: Sequence[PrefixRequest],
+    command: Sequence[str],
 ) -> AsyncEngine:
-    """Fetch the model where it is a known one, then load it and its tokenizer side by side."""
+    """Fetch the model where it is a known one, load it and its tokenizer side by side, then
+    register ``prefixes``."""
     path = await in_thread(lambda: ensure_model(config.model))
 
     def load() -> Tokenizer | None:
@@ -157,13 +170,26 @@ async def _start_engine(
                 return None
             raise
 
-    return await AsyncEngine.start(
+    engine = await AsyncEngine.start(
         replace(config, model=str(path)),
         load,
         command=command,
         log_format=server_config.log_format,
         log_level=_engine_log_level(server_config.log_level),
     )
+    paths = server_config.prefixes
+    try:
+        kept = await register_files(engine, paths, prefixes)
+    except BaseException:
+        await engine.close()
+        raise
+    for file, prefix in zip(paths, kept, strict=True):
+        print(
+            f"Registered {file} as {prefix.id}: {prefix.num_pinned_tokens} of {prefix.num_tokens} "
+            "tokens are kept",
+            flush=True,
+        )
+    return engine
 
 
 async def _close_on_signal(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec, spec_from_file_location
+
 import numpy as np
 import pytest
 import torch
+from llvmlite import binding
+from numba import njit
 from numpy.typing import NDArray
 
+from octavo.execution.kernels import compile as compile_module
+from octavo.execution.kernels.cpu_linear import HAS_PAIRS
+from octavo.execution.models import quantized
 from octavo.execution.models.quantized import (
     QuantizedInputs,
     is_supported,
@@ -19,6 +26,21 @@ from octavo.execution.models.weights import QuantizedRows
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX512-VNNI")
 
 
+def product(
+    inputs: QuantizedInputs, rows: QuantizedRows, has_pairs: bool = HAS_PAIRS
+) -> NDArray[np.float64]:
+    """Where the CPU multiplies bfloat16 pairs, minima and what they are multiplied by are rounded
+    to bfloat16."""
+    plain = QuantizedRows(rows.bits, rows.values, rows.scales, np.zeros_like(rows.minima))
+    sums = input_floats(inputs).reshape(inputs.num_rows, rows.scales.shape[1], 32).sum(-1)
+    minima = rows.minima.astype(np.float64)
+    if has_pairs:
+        sums, minima = (
+            torch.from_numpy(x).float().bfloat16().double().numpy() for x in (sums, minima)
+        )
+    return input_floats(inputs) @ floats(plain).T + sums @ minima.T
+
+
 def floats(rows: QuantizedRows) -> NDArray[np.float64]:
     scales, minima = (np.repeat(x.astype(np.float64), 32, 1) for x in (rows.scales, rows.minima))
     if rows.bits == 8:
@@ -27,12 +49,12 @@ def floats(rows: QuantizedRows) -> NDArray[np.float64]:
 
 
 def input_floats(inputs: QuantizedInputs) -> NDArray[np.float64]:
-    return inputs.values * np.repeat(inputs.scales.astype(np.float64), 32, 1)
+    return inputs.values() * np.repeat(inputs.scales().astype(np.float64), 32, 1)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (80, 288)])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 7, 9, 33])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 33])
 def test_a_product_is_that_of_the_quantized_values(
     bits: int, outputs: int, inputs: int, num_rows: int
 ) -> None:
@@ -41,9 +63,41 @@ def test_a_product_is_that_of_the_quantized_values(
     x = QuantizedInputs.of(torch.randn(num_rows, inputs))
     out = np.full((num_rows, outputs + 16), np.nan, dtype=np.float32)
     pack(rows).multiply(x, out[:, :outputs])
-    expected = input_floats(x) @ floats(rows).T
+    expected = product(x, rows)
     np.testing.assert_allclose(out[:, :outputs], expected, atol=1e-4, rtol=1e-4)
     assert np.isnan(out[:, outputs:]).all(), "nothing is written beside the output"
+
+
+@pytest.mark.parametrize("num_rows", [128, 133])
+def test_many_rows_whose_outputs_lie_multiples_of_2_kb_apart(num_rows: int) -> None:
+    torch.manual_seed(0)
+    rows = quantize_rows(torch.randn(512, 32), 4)
+    x = QuantizedInputs.of(torch.randn(num_rows, 32))
+    out = np.full((num_rows, 512), np.nan, dtype=np.float32)
+    pack(rows).multiply(x, out)
+    np.testing.assert_allclose(out, product(x, rows), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("inputs", [64, 96])
+def test_cpus_without_bfloat16_products_add_minima_in_fp32(
+    inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels' file once more, as on such a CPU, and without numba's cache on disk."""
+    monkeypatch.setattr(compile_module, "compiled", lambda **flags: njit(**flags))
+    monkeypatch.setattr(binding, "get_host_cpu_features", dict)
+    specification = spec_from_file_location("without_pairs", quantized.kernels.__file__)
+    assert specification is not None
+    assert specification.loader is not None
+    module = module_from_spec(specification)
+    specification.loader.exec_module(module)
+    assert not module.HAS_PAIRS
+    monkeypatch.setattr(quantized, "kernels", module)
+    torch.manual_seed(0)
+    rows = quantize_rows(torch.randn(32, inputs), 4)
+    x = QuantizedInputs.of(torch.randn(5, inputs))
+    out = np.empty((5, 32), dtype=np.float32)
+    pack(rows).multiply(x, out)
+    np.testing.assert_allclose(out, product(x, rows, has_pairs=False), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -57,7 +111,7 @@ def test_extreme_values_do_not_overflow(bits: int) -> None:
         x = QuantizedInputs.of(torch.full((3, 4096), sign * 1000))
         out = np.empty((3, 16), dtype=np.float32)
         pack(rows).multiply(x, out)
-        np.testing.assert_allclose(out, input_floats(x) @ floats(rows).T, rtol=1e-5)
+        np.testing.assert_allclose(out, product(x, rows), rtol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -107,9 +161,8 @@ def test_inputs_are_rounded_to_the_nearest_of_255_steps() -> None:
     x = torch.randn(4, 64)
     x[0, :32] = 0.0
     inputs = QuantizedInputs.of(x)
-    step = np.repeat(inputs.scales, 32, 1)
+    step = np.repeat(inputs.scales(), 32, 1)
     assert (np.abs(input_floats(inputs) - x.numpy()) <= step * 0.5001).all()
-    assert np.array_equal(inputs.sums, inputs.values.reshape(4, 2, 32).sum(-1, dtype=np.int32))
     assert not input_floats(inputs)[0, :32].any()
 
 
@@ -122,10 +175,10 @@ def test_fused_norm_and_activation_equal_their_references() -> None:
     gate_up = torch.cat([torch.linspace(-120, 120, 96).repeat(2, 1), torch.randn(2, 96)], 1)
     activated = torch.nn.functional.silu(gate_up[:, :96]) * gate_up[:, 96:]
     inputs = QuantizedInputs.of_silu_and_mul(gate_up)
-    step = np.repeat(inputs.scales, 32, 1)
+    step = np.repeat(inputs.scales(), 32, 1)
     assert (np.abs(input_floats(inputs) - activated.numpy()) <= step * 0.51 + 1e-5).all()
 
 
 def test_bfloat16_inputs_are_widened_first() -> None:
     x = torch.randn(2, 32).bfloat16()
-    assert np.array_equal(QuantizedInputs.of(x).values, QuantizedInputs.of(x.float()).values)
+    assert np.array_equal(QuantizedInputs.of(x).values(), QuantizedInputs.of(x.float()).values())

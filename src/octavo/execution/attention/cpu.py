@@ -1,7 +1,8 @@
-"""Attention on CPUs: compiled kernels for decode, blocked matrix products for chunks.
+"""Attention on CPUs: compiled kernels for decode and, where the CPU has AVX512, for chunks; blocked
+matrix products of PyTorch for chunks elsewhere.
 
-Measured on a two-core AVX512 machine against gathering + PyTorch's attention: 2.2 to 5.2 times
-faster for decode, 1.2 to 1.8 times for prefill (docs/decisions/0001-cpu-attention.md).
+What each of them gains over gathering + PyTorch's attention: docs/decisions/0001-cpu-attention.md
+and 0004-cpu-prefill.md.
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from llvmlite import binding
 from numpy.typing import NDArray
 
 from octavo.core.plan import IntArray
 from octavo.execution.arena import Arena
 from octavo.execution.attention.interface import StepAttention, StepRows
 from octavo.execution.kernels import cpu_attention as kernels
+from octavo.execution.kernels.cpu_chunk_attention import chunk_attention
 from octavo.execution.models.rope import RopeTable
 
 # A row of fewer tokens runs them as single queries: gathering its context would cost more.
 _MIN_CHUNK = 8
-# Queries of a chunk that share one matrix product: their fp32 scores stay in the second cache, and
-# little work is wasted above the diagonal (512 queries on 512 keys: 4.9 ms a layer at 32, 5.3 at
-# 64, 8.9 at 128).
+# Our chunk kernel runs on one thread, 2.4 times as fast as PyTorch's products on one; these share
+# the threads they are given.
+_MAX_CHUNK_KERNEL_THREADS = 2
+# Queries of a chunk that share one product of PyTorch: their fp32 scores stay in the second cache,
+# and little work is wasted above the diagonal (512 queries on 512 keys: 4.9 ms a layer at 32, 5.3
+# at 64, 8.9 at 128).
 _QUERY_BLOCK = 32
 
 _BITS = {
@@ -53,6 +59,12 @@ class CPUAttention:
         self.dtype = arena.kv.dtype
         self.pool = _bits(arena.kv.view(-1))
         self.cos, self.sin = rope.cos.numpy(), rope.sin.numpy()
+        features = binding.get_host_cpu_features()
+        self.has_chunk_kernel = bool(features.get("avx512f", False))
+        # What the chunk kernel multiplies: bfloat16 where pool and CPU have it, else fp32.
+        has_pairs = features.get("avx512bf16", False) and arena.layout.head_dim % 2 == 0
+        is_bfloat16 = self.dtype == torch.bfloat16 and has_pairs
+        self.chunk_dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         above = torch.ones(_QUERY_BLOCK, _QUERY_BLOCK, dtype=torch.bool).triu(1)
         self._causal = torch.zeros(_QUERY_BLOCK, 1, _QUERY_BLOCK)
         self._causal.masked_fill_(above[:, None, :], float("-inf"))
@@ -63,6 +75,9 @@ class CPUAttention:
         kv_offsets = step.kv_offsets(layout.block_size)
         singles, chunks = _split(step)
         tokens, rows, lengths = singles
+        attend_chunk = self._attend_chunk_plain
+        if self.has_chunk_kernel and torch.get_num_threads() <= _MAX_CHUNK_KERNEL_THREADS:
+            attend_chunk = self._attend_chunk
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             bits = _bits(qkv)
@@ -86,7 +101,7 @@ class CPUAttention:
                     _bits(out),
                 )
             for chunk in chunks:
-                self._attend_chunk(layer, chunk, step.tables[chunk.row], qkv, out)
+                attend_chunk(layer, chunk, step.tables[chunk.row], qkv, out)
             return out
 
         return attend
@@ -94,16 +109,40 @@ class CPUAttention:
     def _attend_chunk(
         self, layer: int, chunk: _Chunk, table: IntArray, qkv: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Queries of one row against its whole context, ``_QUERY_BLOCK`` at a time."""
+        """Queries of one row against its whole context, by the compiled kernel."""
+        begin, keys, values = self._gather(layer, chunk, table, self.chunk_dtype, self.chunk_dtype)
+        span = slice(chunk.offset, chunk.offset + chunk.count)
+        is_wide = qkv.dtype == torch.float32
+        wide = out[span] if is_wide else torch.empty(chunk.count, out.shape[1])
+        chunk_attention(
+            qkv[span].float().numpy(),
+            _bits(keys),
+            _bits(values),
+            chunk.start - begin,
+            self.sliding_window,
+            self.scale,
+            self.num_heads,
+            wide.numpy(),
+        )
+        if not is_wide:
+            out[span] = wide
+
+    def _gather(
+        self,
+        layer: int,
+        chunk: _Chunk,
+        table: IntArray,
+        key_dtype: torch.dtype,
+        value_dtype: torch.dtype,
+    ) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """The first position that any query of the chunk sees, and keys and values from there on:
+        ``[num_kv_heads, positions, head_dim]``."""
         layout, window = self.layout, self.sliding_window
-        num_kv_heads, dim = layout.num_kv_heads, layout.head_dim
-        group = self.num_heads // num_kv_heads
-        start, count = chunk.start, chunk.count
-        begin = max(start + 1 - window, 0) if window else 0
-        end = start + count
-        # Scores are computed in fp32: rounded to bfloat16 they would be off by several percent.
-        keys = torch.empty(num_kv_heads, end - begin, dim)
-        values = torch.empty(num_kv_heads, end - begin, dim, dtype=self.dtype)
+        begin = max(chunk.start + 1 - window, 0) if window else 0
+        end = chunk.start + chunk.count
+        shape = (layout.num_kv_heads, end - begin, layout.head_dim)
+        keys = torch.empty(shape, dtype=key_dtype)
+        values = torch.empty(shape, dtype=value_dtype)
         kernels.gather_keys_values(
             table,
             begin,
@@ -111,12 +150,27 @@ class CPUAttention:
             self.pool,
             layer,
             layout.num_layers,
-            num_kv_heads,
-            dim,
+            layout.num_kv_heads,
+            layout.head_dim,
             layout.block_size,
             _bits(keys),
             _bits(values),
         )
+        return begin, keys, values
+
+    def _attend_chunk_plain(
+        self, layer: int, chunk: _Chunk, table: IntArray, qkv: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """The same by PyTorch's products, ``_QUERY_BLOCK`` queries at a time."""
+        num_kv_heads, dim, window = (
+            self.layout.num_kv_heads,
+            self.layout.head_dim,
+            self.sliding_window,
+        )
+        group = self.num_heads // num_kv_heads
+        start, count = chunk.start, chunk.count
+        # Scores are computed in fp32: rounded to bfloat16 they would be off by several percent.
+        begin, keys, values = self._gather(layer, chunk, table, torch.float32, self.dtype)
         keys = keys.transpose(1, 2)
         queries = qkv[chunk.offset : chunk.offset + count, : self.num_heads * dim]
         # [kv_head, token, group, dim]: one product a KV head serves its whole group.

@@ -211,7 +211,7 @@ class Linear:
         """Float32 ``[rows, out]``."""
         assert self._quantize is not None
         inputs = self._quantize(x) if isinstance(x, torch.Tensor) else x
-        y = torch.empty(len(inputs.values), sum(self.local_outs))
+        y = torch.empty(inputs.num_rows, sum(self.local_outs))
         out, column = y.numpy(), 0
         for part in self._quantized:
             part.multiply(inputs, out[:, column : column + part.num_outputs])

@@ -24,8 +24,8 @@ class WeightQuantization:
     """Implements `layers.Quantization`.
 
     ``bits`` 4 or 8 rounds every weight to that, unless the file stores it so already. None keeps
-    what the file stores: 4 bits for Q4_0 and Q4_1, 8 for Q8_0, both without loss; 8 for other
-    quantized types; and plain floats as they are.
+    what the file stores: 4 bits for Q4_0 and Q4_1, 8 for Q8_0, neither rounded again (but for
+    minima, see `kernels.cpu_linear`); 8 for other quantized types; and plain floats as they are.
     """
 
     bits: int | None

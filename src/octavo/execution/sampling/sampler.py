@@ -76,6 +76,15 @@ class Sampler:
         is_lasting = params.logit_bias or self._penalties.is_used[row]
         self._edited_until[row] = _ALWAYS if is_lasting else until
 
+    def needs(
+        self, rows: IntArray, token_indices: NDArray[np.int64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which of ``rows`` change their logits before the token at ``token_indices``, and which
+        ask for log probabilities."""
+        edited: NDArray[np.bool_] = token_indices < self._edited_until[rows]
+        scored: NDArray[np.bool_] = self._num_logprobs[rows] != _NO_LOGPROBS
+        return edited, scored
+
     def sample(
         self, logits: torch.Tensor, rows: IntArray, token_indices: NDArray[np.int64]
     ) -> NDArray[np.int64]:

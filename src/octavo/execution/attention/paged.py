@@ -1,0 +1,161 @@
+"""Attention over block tables by Octavo's own Triton kernels: the `paged` translation on a GPU.
+
+Rows that run one token are split along their keys; rows that run more are cut into tiles of
+queries. Which rows those are is read from device memory, so a captured step fits any mix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from octavo.execution.arena import Arena
+from octavo.execution.attention.dense import DenseChunk, dense_attention, is_supported
+from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
+from octavo.execution.kernels.gpu import SplitSum
+from octavo.execution.kernels.prefill_attention import PrefillTiles, prefill_attention
+from octavo.execution.kernels.rope import rope_and_write
+from octavo.execution.models.norms import QueryKeyNorm
+from octavo.execution.models.rope import RopeTable
+
+# Programs that fill a GPU of 132 multiprocessors twice.
+_PROGRAMS = 264
+# With more rows attention keeps memory busy itself.
+_PREFETCH_ROWS = 8
+# Bounds the memory of parts: 33 MB for four query heads of 128 a KV head.
+_MAX_PARTS = 16384
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedStep:
+    """A step's tokens on the device, int32.
+
+    ``token_rows`` and ``positions`` are ``[tokens]``, ``tables [rows, blocks]``. The first
+    ``num_decode`` (``[1]``, at most ``max_decode``) tokens are their rows' only ones; the others
+    are covered by ``tiles``, None where there are none. ``is_long`` says that a row is so long
+    that it is split even among many. ``dense`` chunks are covered by nothing else.
+    """
+
+    token_rows: torch.Tensor
+    positions: torch.Tensor
+    tables: torch.Tensor
+    num_decode: torch.Tensor
+    max_decode: int
+    tiles: PrefillTiles | None = None
+    is_long: bool = False
+    dense: tuple[DenseChunk, ...] = ()
+
+
+class PagedAttention:
+    """``sliding_window`` 0 means none. ``max_decode`` is the most rows that run one token."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        num_heads: int,
+        rope: RopeTable,
+        dtype: torch.dtype,
+        *,
+        max_decode: int,
+        sliding_window: int = 0,
+    ) -> None:
+        self.layers = [arena.kv[:, :, layer] for layer in range(arena.layout.num_layers)]
+        self.num_heads = num_heads
+        self.num_kv_heads = arena.layout.num_kv_heads
+        self.rope = rope
+        self.dtype = dtype
+        self.sliding_window = sliding_window
+        self.has_dense = not sliding_window and is_supported(
+            dtype, arena.layout.head_dim, arena.kv.device
+        )
+        programs = max(
+            rows * self.num_kv_heads * self._splits(rows, is_long)[0]
+            for rows in range(1, max_decode + 1)
+            for is_long in (False, True)
+        )
+        self._workspace = DecodeWorkspace(
+            programs,
+            arena.layout.head_dim,
+            num_heads // self.num_kv_heads,
+            arena.kv.device,
+        )
+
+    def _splits(self, rows: int, is_long: bool) -> tuple[int, int]:
+        """Parts of a row's keys, and the fewest keys of a part. Few rows are split to fill the
+        GPU; of many, only a long one is, so that the others need not wait for it."""
+        programs = rows * self.num_kv_heads
+        if programs < _PROGRAMS:
+            return -(-_PROGRAMS // programs), 128
+        return (max(min(16, _MAX_PARTS // programs), 1), 2048) if is_long else (1, 128)
+
+    def plan(self, step: PagedStep) -> PagedStepAttention:
+        splits, min_keys = self._splits(max(step.max_decode, 1), step.is_long)
+        return PagedStepAttention(self, step, self._workspace, splits, min_keys)
+
+
+class PagedStepAttention:
+    """Implements `StepAttention` for one step, or for every replay of a captured one."""
+
+    def __init__(
+        self,
+        backend: PagedAttention,
+        step: PagedStep,
+        workspace: DecodeWorkspace,
+        splits: int,
+        min_keys: int,
+    ) -> None:
+        self._backend = backend
+        self._step = step
+        self._workspace = workspace
+        self._splits = splits
+        self._min_keys = min_keys
+
+    def __call__(
+        self,
+        layer: int,
+        qkv: torch.Tensor | SplitSum,
+        norm: QueryKeyNorm | None = None,
+        next_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `StepAttention`; ``qkv`` may be parts of a sum, and ``norm`` is applied to queries and
+        keys before they are rotated. ``next_weight`` is what the product after this reads."""
+        backend, step = self._backend, self._step
+        kv_layer = backend.layers[layer]
+        queries = rope_and_write(
+            qkv,
+            kv_layer,
+            step.token_rows,
+            step.positions,
+            step.tables,
+            backend.rope.cos,
+            backend.rope.sin,
+            backend.num_heads,
+            head_norms=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            dtype=backend.dtype,
+            next_weight=next_weight if len(step.positions) <= _PREFETCH_ROWS else None,
+        )
+        out = torch.empty_like(queries)
+        if step.max_decode:
+            decode_attention(
+                queries,
+                kv_layer,
+                step.token_rows,
+                step.positions,
+                step.num_decode,
+                step.tables,
+                out,
+                self._workspace,
+                splits=self._splits,
+                min_keys=self._min_keys,
+                max_tokens=step.max_decode,
+                window=backend.sliding_window,
+            )
+        if step.tiles is not None:
+            prefill_attention(
+                queries, kv_layer, step.tiles, step.tables, out, window=backend.sliding_window
+            )
+        for chunk in step.dense:
+            dense_attention(queries, kv_layer, step.tables, chunk, out)
+        return out.view(len(out), -1)

@@ -1,0 +1,146 @@
+"""The persistent rows on a device: last token, position, sampling parameters, block table.
+
+All of it is one int32 buffer, so that whatever changed before a step, rows that start as well as
+single table entries, is one copy of places and values and one kernel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.core.plan import IntArray, RowForks, RowInit, TableDeltas
+from octavo.execution.device import Device
+from octavo.execution.kernels.row_state import scatter
+from octavo.execution.kernels.sampling import SamplingState
+
+Int64Array = NDArray[np.int64]
+
+_ALIGN = 32  # ints; kernels are compiled for aligned addresses
+
+
+class DeviceRows:
+    """Rows 0 to ``max_num_seqs - 1``, and one more that pads batches: it stays at position 0 of
+    the null block.
+
+    ``last_token``, ``position`` int32 ``[rows + 1]``; ``tables`` int32 ``[rows + 1, max_blocks]``.
+    """
+
+    def __init__(self, device: Device, max_num_seqs: int, max_blocks: int, depth: int = 2) -> None:
+        self.num_rows = max_num_seqs
+        self.width = -(-max_blocks // _ALIGN) * _ALIGN
+        stride = -(-(max_num_seqs + 1) // _ALIGN) * _ALIGN
+        self._starts = {
+            name: index * stride
+            for index, name in enumerate(
+                ("last_token", "position", "temperature", "top_k", "top_p", "min_p", "seed")
+            )
+        }
+        self._tables_start = 8 * stride  # a seed takes two
+        num_ints = self._tables_start + (max_num_seqs + 1) * self.width
+        self._state = torch.zeros(num_ints, dtype=torch.int32, device=device.torch_device)
+        self.last_token = self._field("last_token")
+        self.position = self._field("position")
+        self.tables = self._state[self._tables_start :].view(max_num_seqs + 1, self.width)
+        seeds = self._state[self._starts["seed"] :][: 2 * (max_num_seqs + 1)]
+        self.sampling = SamplingState(
+            temperature=self._field("temperature").view(torch.float32),
+            top_k=self._field("top_k"),
+            top_p=self._field("top_p").view(torch.float32),
+            min_p=self._field("min_p").view(torch.float32),
+            seed=seeds.view(torch.int64),
+        )
+        self._staging = Staging(device, 2 * (1 << 16), depth)
+
+    def _field(self, name: str) -> torch.Tensor:
+        return self._state[self._starts[name] :][: self.num_rows + 1]
+
+    def apply(self, inits: tuple[RowInit, ...], forks: RowForks, deltas: TableDeltas) -> None:
+        """Make the changes of a plan, in this order."""
+        places: list[Int64Array | IntArray] = []
+        values: list[IntArray] = []
+        for init in inits:
+            place, value = self._init(init)
+            places.append(place)
+            values.append(value)
+        if len(forks):
+            self._send(places, values)
+            places, values = [], []
+            self._fork(forks)
+        if len(deltas):
+            rows = deltas.rows.astype(np.int64)
+            places.append(self._tables_start + rows * self.width + deltas.indices)
+            values.append(deltas.block_ids)
+        self._send(places, values)
+
+    def _init(self, init: RowInit) -> tuple[Int64Array, IntArray]:
+        row, params, starts = init.row, init.params, self._starts
+        num_blocks = len(init.block_ids)
+        place = np.empty(8 + num_blocks, dtype=np.int64)
+        place[:6] = [
+            starts[name] + row
+            for name in ("last_token", "position", "temperature", "top_k", "top_p", "min_p")
+        ]
+        place[6] = starts["seed"] + 2 * row
+        place[7] = place[6] + 1
+        first = self._tables_start + row * self.width
+        place[8:] = np.arange(first, first + num_blocks)
+        value = np.empty(8 + num_blocks, dtype=np.int32)
+        value[0] = init.token_ids[-1] if len(init.token_ids) else 0
+        value[1] = init.num_computed_tokens
+        value[3] = max(params.top_k, 0)
+        floats = np.array([params.temperature, params.top_p, params.min_p], dtype=np.float32)
+        value[[2, 4, 5]] = floats.view(np.int32)
+        value[6:8] = np.array([init.seed], dtype=np.uint64).view(np.int32)
+        value[8:] = init.block_ids
+        return place, value
+
+    def _fork(self, forks: RowForks) -> None:
+        device = self._state.device
+        rows = torch.from_numpy(forks.rows.astype(np.int64)).to(device)
+        parents = torch.from_numpy(forks.parents.astype(np.int64)).to(device)
+        # Read before written: the right side is gathered into new memory.
+        self.tables[rows] = self.tables[parents]
+        self.position[rows] = self.position[parents]
+        self.last_token[rows] = torch.from_numpy(forks.token_ids).to(device)
+
+    def _send(self, places: list[Int64Array | IntArray], values: list[IntArray]) -> None:
+        if not places:
+            return
+        place, value = np.concatenate(places), np.concatenate(values)
+        half = self._staging.num_ints // 2
+        for first in range(0, len(place), half):
+            count = min(half, len(place) - first)
+            padded = -(-count // _ALIGN) * _ALIGN
+            host = self._staging.host()
+            host[:count] = place[first : first + count]
+            host[padded : padded + count] = value[first : first + count]
+            sent = self._staging.send(padded + count)
+            scatter(self._state, sent[:count], sent[padded:])
+
+
+class Staging:
+    """Pinned host memory for a step's numbers, in turns, and where they land on the device."""
+
+    def __init__(self, device: Device, num_ints: int, depth: int) -> None:
+        self.num_ints = num_ints
+        self._slots = [(device.pinned(num_ints), device.event()) for _ in range(depth + 1)]
+        self._turn = 0
+        self.device = torch.zeros(num_ints, dtype=torch.int32, device=device.torch_device)
+
+    def host(self) -> IntArray:
+        """The next turn's memory, once the device has read what was there."""
+        self._turn = (self._turn + 1) % len(self._slots)
+        memory, event = self._slots[self._turn]
+        event.synchronize()
+        array: IntArray = memory.numpy()
+        return array
+
+    def send(self, count: int) -> torch.Tensor:
+        """Copy the first ``count`` ints; returns them on the device, until the next `send`."""
+        memory, event = self._slots[self._turn]
+        target = self.device[:count]
+        target.copy_(memory[:count], non_blocking=True)
+        event.record()
+        return target

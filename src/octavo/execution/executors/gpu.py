@@ -1,0 +1,57 @@
+"""Runs plans on a GPU of this process: launching only queues work, so steps are pipelined without a
+thread."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from octavo.core.plan import KVCapacity, StepPlan, StepResult
+from octavo.core.protocols import StepError
+from octavo.execution.gpu_runner import GPURunner, PendingStep
+
+logger = logging.getLogger(__name__)
+
+
+class GPUExecutor:
+    """Implements `octavo.core.protocols.Executor`."""
+
+    def __init__(self, runner: GPURunner, capacity: KVCapacity) -> None:
+        self.capacity = capacity
+        self.runner: GPURunner | None = runner
+        self._pending: deque[PendingStep | StepError] = deque()
+        self._num_obeyed: dict[int, int] = {}
+
+    def launch(self, plan: StepPlan) -> None:
+        if self.runner is None:
+            raise RuntimeError("the executor is closed")
+        try:
+            self._pending.append(self.runner.launch(plan))
+        except Exception as error:
+            # Whatever went wrong in the mechanism concerns the requests of this step only.
+            failure = _failure(plan.step_id, error)
+            self._num_obeyed[id(failure)] = self.runner.arena.num_obeyed
+            self._pending.append(failure)
+
+    def collect(self) -> StepResult:
+        assert self.runner is not None
+        pending = self._pending.popleft()
+        if isinstance(pending, StepError):
+            self.runner.arena.collected(self._num_obeyed.pop(id(pending)))
+            raise pending
+        try:
+            return self.runner.collect(pending)
+        except StepError:
+            raise
+        except Exception as error:
+            raise _failure(pending.step_id, error) from error
+
+    def close(self) -> None:
+        self.runner = None
+
+
+def _failure(step_id: int, error: Exception) -> StepError:
+    logger.error("step %d failed", step_id, exc_info=error)
+    failure = StepError(f"step {step_id} failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,300 @@
+"""One step on a GPU: started here, collected later. Nothing is waited for in between.
+
+Rows persist on the device and a plan sends what changed, so a steady decode step is one launch of a
+captured graph (`graphs`). The host knows every row's position, since plans say how far rows go; it
+never reads the device to plan the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.core.layout import num_blocks_for
+from octavo.core.plan import (
+    Batch,
+    IntArray,
+    PromptLogprobs,
+    RowInit,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+    int_array,
+)
+from octavo.core.protocols import StepError
+from octavo.execution.attention.paged import PagedAttention
+from octavo.execution.device import Device, Event
+from octavo.execution.device_arena import DeviceArena
+from octavo.execution.device_rows import DeviceRows
+from octavo.execution.graphs import StepGraphs
+from octavo.execution.sampling.logprobs import prompt_scores
+from octavo.execution.sampling.sampler import Sampler
+
+
+class GPUModel(Protocol):
+    """What a GPU runner needs of a model."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Any) -> Any: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingStep:
+    """A step that was started: what its result needs, once ``event`` has passed."""
+
+    step_id: int
+    event: Event
+    tokens: torch.Tensor
+    num_sampled: int
+    num_obeyed: int
+    transfers: tuple[int, ...] = ()
+    logprobs: StepLogprobs | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+class GPURunner:
+    """Runs plans in order on a model, an arena and paged attention."""
+
+    def __init__(
+        self,
+        model: GPUModel,
+        arena: DeviceArena,
+        attention: PagedAttention,
+        device: Device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        depth: int = 2,
+        capture: bool = True,
+    ) -> None:
+        self.model = model
+        self.arena = arena
+        self.device = device
+        max_blocks = num_blocks_for(max_model_len, arena.layout.block_size)
+        self.rows = DeviceRows(device, max_num_seqs, max_blocks, depth)
+        self.graphs = StepGraphs(
+            model,
+            attention,
+            self.rows,
+            device,
+            num_kv_heads=arena.layout.num_kv_heads,
+            max_num_batched_tokens=max_num_batched_tokens,
+            depth=depth,
+            capture=capture,
+        )
+        # For rows whose logits are changed or scored: on the host, from a copy of their logits.
+        self.sampler = Sampler(max_num_seqs)
+        self.position: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
+        self._known: list[IntArray] = [int_array([])] * max_num_seqs
+        self._num_known: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
+        # Whether the device has the row's position: it learns of one when the row samples.
+        self._is_placed = np.ones(max_num_seqs, dtype=np.bool_)
+        self._is_random = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._scored: dict[int, int] = {}
+        self._results = [device.pinned(2 * max_num_seqs) for _ in range(depth + 1)]
+        self._turn = 0
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start a plan behind those that were started before."""
+        with self.device.context():
+            self._apply(plan)
+            transfers = self.arena.obey(plan.commands)
+            batch = plan.batch
+            if not len(batch.rows):
+                return self._pending(plan, 0, transfers)
+            starts = self.position[batch.rows]
+            # Advanced first: a step that fails must not put the one behind it out of step.
+            self.position[batch.rows] = starts + batch.num_scheduled_tokens
+            for fan_out in plan.fan_outs:
+                for row in fan_out.destination_rows:
+                    self.position[row] = self.position[fan_out.source_row]
+            rows = plan.sampled_rows()
+            is_random = bool(self._is_random[rows].any())
+            prompts: tuple[PromptLogprobs, ...] = ()
+            if self._is_steady(plan, starts):
+                logits = self.graphs.decode(batch, int(starts.max()) + 1, is_random)
+            else:
+                self._is_placed[batch.rows] = batch.samples
+                hidden = self._forward(batch, starts)
+                if self._scored:
+                    prompts = self._score_prompts(batch, starts, hidden)
+                if not len(rows):
+                    return self._pending(plan, 0, transfers, prompts=prompts)
+                index = self._sampled_tokens(plan)
+                logits = self.graphs.head(hidden, index, rows, self.position[rows], is_random)
+            logprobs = self._finish_on_host(logits, rows)
+            return self._pending(plan, len(rows), transfers, logprobs, prompts)
+
+    def collect(self, pending: PendingStep) -> StepResult:
+        """The result of a started step, waiting for it.
+
+        Raises:
+            StepError: a row's logits were not finite.
+        """
+        pending.event.synchronize()
+        self.arena.collected(pending.num_obeyed)
+        tokens: IntArray = pending.tokens[: pending.num_sampled].numpy().copy()
+        bad = int((tokens < 0).sum())
+        if bad:
+            raise StepError(
+                f"the logits of {bad} of {len(tokens)} sequences are not finite (NaN or "
+                "infinity): the weights are damaged, or a value left the range of the dtype"
+            )
+        return StepResult(
+            pending.step_id,
+            tokens,
+            self.arena.arrived(pending.transfers, wait=not pending.num_sampled),
+            logprobs=pending.logprobs,
+            prompt_logprobs=pending.prompt_logprobs,
+        )
+
+    def _pending(
+        self,
+        plan: StepPlan,
+        num_sampled: int,
+        transfers: tuple[int, ...],
+        logprobs: StepLogprobs | None = None,
+        prompts: tuple[PromptLogprobs, ...] = (),
+    ) -> PendingStep:
+        self._turn = (self._turn + 1) % len(self._results)
+        tokens = self._results[self._turn]
+        if num_sampled:
+            tokens[:num_sampled].copy_(self.graphs.out[:num_sampled], non_blocking=True)
+        event = self.device.event()
+        event.record()
+        return PendingStep(
+            plan.step_id,
+            event,
+            tokens,
+            num_sampled,
+            self.arena.num_obeyed,
+            transfers,
+            logprobs,
+            prompts,
+        )
+
+    def _apply(self, plan: StepPlan) -> None:
+        for init in plan.row_inits:
+            self._start_row(init)
+        forks = plan.row_forks
+        if len(forks):
+            self.position[forks.rows] = self.position[forks.parents]
+            self._num_known[forks.rows] = 0
+        self.rows.apply(plan.row_inits, forks, plan.table_deltas)
+
+    def _start_row(self, init: RowInit) -> None:
+        row, params = init.row, init.params
+        self.position[row] = init.num_computed_tokens
+        self._known[row] = init.token_ids
+        self._num_known[row] = len(init.token_ids)
+        self._is_placed[row] = True
+        self._is_random[row] = params.temperature > 0 and params.top_k != 1
+        self.sampler.set_row(
+            row,
+            params,
+            init.seed,
+            token_ids=init.token_ids,
+            num_prompt_tokens=init.num_prompt_tokens,
+            stop_token_ids=init.stop_token_ids,
+            num_logprobs=init.num_logprobs,
+        )
+        self._scored.pop(row, None)
+        num_top = params.prompt_logprobs
+        if num_top is not None and init.num_prompt_tokens in (None, len(init.token_ids)):
+            self._scored[row] = num_top
+
+    def _is_steady(self, plan: StepPlan, starts: IntArray) -> bool:
+        """Whether every row runs one token, which the device knows, as it knows the row's position,
+        and samples the next."""
+        batch = plan.batch
+        return (
+            batch.num_tokens == len(batch.rows) == len(batch.sampled_rows)
+            and not plan.fan_outs
+            and not self._scored
+            and bool((starts >= self._num_known[batch.rows] - 1).all())
+            and bool(self._is_placed[batch.rows].all())
+        )
+
+    def _forward(self, batch: Batch, starts: IntArray) -> torch.Tensor:
+        counts = batch.num_scheduled_tokens
+        ends = np.cumsum(counts, dtype=np.int32)
+        offsets = ends - counts
+        positions = np.repeat(starts - offsets, counts) + np.arange(batch.num_tokens)
+        token_ids: IntArray = np.full(batch.num_tokens, -1, dtype=np.int32)
+        for i in np.flatnonzero(starts < self._num_known[batch.rows]).tolist():
+            known = self._known[batch.rows[i]]
+            offset, count, start = offsets[i], counts[i], starts[i]
+            token_ids[offset : offset + count] = known[start : start + count]
+        return self.graphs.forward(batch.rows, counts, starts, token_ids, positions)
+
+    def _sampled_tokens(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Which of the step's tokens each sampled row draws from."""
+        batch = plan.batch
+        last = np.cumsum(batch.num_scheduled_tokens, dtype=np.int64) - 1
+        index = last[batch.samples]
+        if not plan.fan_outs:
+            return index
+        place = {row: i for i, row in enumerate(batch.sampled_rows.tolist())}
+        fanned = [
+            index[place[fan_out.source_row]]
+            for fan_out in plan.fan_outs
+            for _ in fan_out.destination_rows
+        ]
+        return np.concatenate([index, np.array(fanned, dtype=np.int64)])
+
+    def _finish_on_host(self, logits: torch.Tensor, rows: IntArray) -> StepLogprobs | None:
+        """Sample and score the rows that need more than the device's kernels do. Waits for the
+        step: rows that ask for it pay, and their neighbours in the step."""
+        indices = self.position[rows].astype(np.int64)
+        edited, scored = self.sampler.needs(rows, indices)
+        places = np.flatnonzero(edited | scored)
+        if not len(places):
+            return None
+        own = logits[torch.from_numpy(places).to(logits.device)].float().cpu()
+        if edited.any():
+            which = np.flatnonzero(edited[places])
+            chosen = self.sampler.sample(
+                own[torch.from_numpy(which)], rows[places[which]], indices[places[which]]
+            )
+            self.graphs.overwrite(places[which], rows[places[which]], chosen)
+        if not scored.any():
+            return None
+        tokens = self.graphs.out[: len(rows)].cpu().numpy().astype(np.int64)
+        found = self.sampler.logprobs(own, rows[places], tokens[places])
+        if found is None:
+            return None
+        return StepLogprobs(places[found.places].astype(np.int32), found.scores)
+
+    def _score_prompts(
+        self, batch: Batch, starts: IntArray, hidden: torch.Tensor
+    ) -> tuple[PromptLogprobs, ...]:
+        """Scores of the prompt tokens that follow the step's positions."""
+        found = []
+        offset = 0
+        for row, start, count in zip(
+            batch.rows.tolist(), starts.tolist(), batch.num_scheduled_tokens.tolist(), strict=True
+        ):
+            num_top = self._scored.get(row)
+            if num_top is not None:
+                first = start + 1
+                token_ids = self._known[row][first : first + count]
+                if first + count > len(self._known[row]):
+                    del self._scored[row]
+                if len(token_ids):
+                    states = hidden[offset : offset + len(token_ids)]
+                    scores = prompt_scores(
+                        lambda states: self.model.logits(states).float().cpu(),
+                        states,
+                        token_ids.astype(np.int64),
+                        num_top,
+                    )
+                    found.append(PromptLogprobs(row, first, token_ids, scores))
+            offset += count
+        return tuple(found)

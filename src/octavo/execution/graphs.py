@@ -1,0 +1,312 @@
+"""The device's work of a step, captured once per size and replayed.
+
+A decode step of n rows is one graph: fetch each row's token, run the model, sample, advance the
+rows. Any other step is two: the forward pass over a number of tokens, rounded up, and the head over
+a number of sampled rows. What a graph reads lies at fixed addresses; padding goes to the null row.
+Graphs are captured at their second use: the first runs as it is, which also compiles its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.core.plan import Batch, IntArray
+from octavo.execution.attention.dense import MIN_TOKENS, DenseChunk, dense_count
+from octavo.execution.attention.paged import PagedAttention, PagedStep
+from octavo.execution.device import Device
+from octavo.execution.device_rows import DeviceRows, Staging
+from octavo.execution.kernels.prefill_attention import PrefillTiles, tile_tokens
+from octavo.execution.kernels.row_state import fill_tokens, gather_rows
+from octavo.execution.kernels.sampling import (
+    SampledRows,
+    SamplingWorkspace,
+    argmax_tokens,
+    sample_tokens,
+)
+
+if TYPE_CHECKING:
+    from octavo.execution.gpu_runner import GPUModel
+
+# A forward pass over more tokens than this is long enough to hide its launches.
+_MAX_CAPTURED_TOKENS = 2048
+# A row longer than this is worth splitting even among many.
+_LONG = 8192
+_ALIGN = 16
+
+
+class StepGraphs:
+    """``out`` holds the sampled tokens of the last step, int32, in the order of its rows."""
+
+    def __init__(
+        self,
+        model: GPUModel,
+        attention: PagedAttention,
+        rows: DeviceRows,
+        device: Device,
+        *,
+        num_kv_heads: int,
+        max_num_batched_tokens: int,
+        depth: int,
+        capture: bool,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._rows = rows
+        self._device = device
+        self._captures = capture
+        self._pool = device.capture_pool()
+        self._graphs: dict[Hashable, Callable[[], Any] | None] = {}
+        self._tile = tile_tokens(attention.num_heads, num_kv_heads)
+        size = rows.num_rows
+        place = device.torch_device
+        self.out = torch.zeros(_padded(size), dtype=torch.int32, device=place)
+        self._workspace = SamplingWorkspace(_padded(size), place)
+        self._order = torch.arange(_padded(size), dtype=torch.int32, device=place)
+        self._decode_rows = Staging(device, _padded(size), depth)
+        self._decode_inputs = torch.zeros(3, _padded(size), dtype=torch.int32, device=place)
+        self._head_inputs = Staging(device, 3 * _padded(size), depth)
+        most = _token_bucket(max_num_batched_tokens)
+        self._forward_inputs = Staging(device, 3 * most + 4 * _padded(most + 64) + 32, depth)
+        self._hidden: torch.Tensor | None = None
+        self._batch: Batch | None = None
+
+    def decode(self, batch: Batch, longest: int, is_random: bool) -> torch.Tensor:
+        """One token of every row: ``[rows, vocab]`` logits, tokens in ``out``. ``longest`` is the
+        longest row's length."""
+        count = len(batch.rows)
+        size = min(_batch_bucket(count), _padded(self._rows.num_rows))
+        if batch is not self._batch:
+            host = self._decode_rows.host()
+            host[:count] = batch.rows
+            host[count:size] = self._rows.num_rows
+            self._decode_rows.send(size)
+            self._batch = batch
+        is_long = longest > _LONG
+        key = ("decode", size, is_long, is_random)
+        return self._run(key, lambda: self._decode(size, is_long, is_random))[:count]
+
+    def forward(
+        self,
+        rows: IntArray,
+        counts: IntArray,
+        starts: IntArray,
+        token_ids: IntArray,
+        positions: IntArray,
+    ) -> torch.Tensor:
+        """Run ``counts[i]`` tokens of each row, from ``starts[i]`` on; a negative token id stands
+        for what the row sampled last. Returns ``[tokens or more, hidden]``, the rest is padding."""
+        num_tokens, null = len(token_ids), self._rows.num_rows
+        single = counts == 1
+        num_decode = len(rows) if single.all() else int(np.argmin(single))
+        dense = self._dense_chunks(rows, counts, starts) if self._attention.has_dense else ()
+        done: IntArray = np.zeros(len(rows), dtype=np.int32)
+        for index, chunk in dense:
+            done[index] = chunk.count
+        tiles = _tiles(rows, counts, starts, done, num_decode, self._tile)
+        num_tiles = tiles.shape[1]
+        is_captured = num_tokens <= _MAX_CAPTURED_TOKENS and self._captures and not dense
+        if is_captured:
+            size = _token_bucket(num_tokens)
+            most = size // self._tile + 64
+            is_captured = num_tiles <= most
+            max_tiles = most if num_tiles else 0
+            max_decode = min(_batch_bucket(num_decode), size) if num_decode else 0
+        if not is_captured:
+            size, max_tiles, max_decode = num_tokens, num_tiles, num_decode
+        width, tile_width = _padded(size), _padded(max_tiles)
+        host = self._forward_inputs.host()
+        for part, (values, fill) in enumerate(
+            ((token_ids, 0), (np.repeat(rows, counts), null), (positions, 0))
+        ):
+            host[part * width : part * width + num_tokens] = values
+            host[part * width + num_tokens : (part + 1) * width] = fill
+        first = 3 * width
+        host[first : first + 2] = (num_decode, num_tiles)
+        first += _ALIGN
+        for part in range(4):
+            place = first + part * tile_width
+            host[place : place + num_tiles] = tiles[part]
+        sent = self._forward_inputs.send(first + 4 * tile_width)
+        longest = int((starts + counts).max())
+        is_long = longest > _LONG
+
+        chunks = tuple(chunk for _, chunk in dense)
+
+        def work() -> torch.Tensor:
+            return self._forward(
+                sent, size, width, max_tiles, tile_width, max_decode, is_long, chunks
+            )
+
+        if not is_captured:
+            return work()
+        key = ("forward", size, max_tiles, max_decode, is_long)
+        return self._run(key, work)
+
+    @staticmethod
+    def _dense_chunks(
+        rows: IntArray, counts: IntArray, starts: IntArray
+    ) -> tuple[tuple[int, DenseChunk], ...]:
+        """Index among ``rows`` and chunk, of those that are long enough."""
+        found = []
+        offsets = np.cumsum(counts) - counts
+        for index in np.flatnonzero(counts >= MIN_TOKENS).tolist():
+            start = int(starts[index])
+            count = dense_count(int(counts[index]), start)
+            if count:
+                chunk = DenseChunk(int(rows[index]), int(offsets[index]), count, start)
+                found.append((index, chunk))
+        return tuple(found)
+
+    def head(
+        self,
+        hidden: torch.Tensor,
+        index: NDArray[np.int64],
+        rows: IntArray,
+        next_positions: IntArray,
+        is_random: bool,
+    ) -> torch.Tensor:
+        """Sample for ``rows`` from the states ``hidden[index]``, whose next tokens stand at
+        ``next_positions``: ``[rows, vocab]`` logits, tokens in ``out``."""
+        count = len(rows)
+        size = min(_batch_bucket(count), _padded(self._rows.num_rows))
+        width = _padded(size)
+        host = self._head_inputs.host()
+        for part, (values, fill) in enumerate(
+            ((index, 0), (rows, self._rows.num_rows), (next_positions - 1, 0))
+        ):
+            host[part * width : part * width + count] = values
+            host[part * width + count : (part + 1) * width] = fill
+        sent = self._head_inputs.send(3 * width)
+        if self._hidden is None:
+            shape = (len(self._order), hidden.shape[1])
+            self._hidden = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+        states = self._hidden[:size]
+        torch.index_select(hidden, 0, sent[:size], out=states)
+        sampled = SampledRows(
+            self._order[:size], sent[width:][:size], sent[2 * width :][:size], self._rows.num_rows
+        )
+        key = ("head", size, is_random)
+        return self._run(key, lambda: self._sample(states, sampled, is_random))[:count]
+
+    def overwrite(
+        self, places: NDArray[np.int64], rows: IntArray, token_ids: NDArray[np.int64]
+    ) -> None:
+        """The host chose ``token_ids`` for ``rows``, at ``places`` of the step."""
+        device = self.out.device
+        tokens = torch.from_numpy(token_ids.astype(np.int32)).to(device)
+        self.out[torch.from_numpy(places).to(device)] = tokens
+        self._rows.last_token[torch.from_numpy(rows.astype(np.int64)).to(device)] = tokens
+
+    def _run(self, key: Hashable, work: Callable[[], Any]) -> Any:
+        if not self._captures:
+            return work()
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return work()
+        replay = self._graphs[key]
+        if replay is None:
+            replay = self._device.capture(work, self._pool) or work
+            self._graphs[key] = replay
+        return replay()
+
+    def _decode(self, size: int, is_long: bool, is_random: bool) -> torch.Tensor:
+        rows = self._rows
+        token_ids, token_rows, positions = (part[:size] for part in self._decode_inputs)
+        gather_rows(
+            self._decode_rows.device[:size],
+            rows.last_token,
+            rows.position,
+            token_ids,
+            token_rows,
+            positions,
+        )
+        step = PagedStep(
+            token_rows,
+            positions,
+            rows.tables,
+            num_decode=torch.full((1,), size, dtype=torch.int32, device=token_rows.device),
+            max_decode=size,
+            is_long=is_long,
+        )
+        hidden = self._model.forward(token_ids, positions, self._attention.plan(step))
+        sampled = SampledRows(self._order[:size], token_rows, positions, rows.num_rows)
+        return self._sample(hidden, sampled, is_random)
+
+    def _forward(
+        self,
+        sent: torch.Tensor,
+        size: int,
+        width: int,
+        max_tiles: int,
+        tile_width: int,
+        max_decode: int,
+        is_long: bool,
+        dense: tuple[DenseChunk, ...],
+    ) -> torch.Tensor:
+        token_ids, token_rows, positions = (sent[part * width :][:size] for part in range(3))
+        fill_tokens(token_ids, token_rows, self._rows.last_token)
+        counts = sent[3 * width :]
+        first = 3 * width + _ALIGN
+        parts = [sent[first + part * tile_width :][:max_tiles] for part in range(4)]
+        step = PagedStep(
+            token_rows,
+            positions,
+            self._rows.tables,
+            num_decode=counts[:1],
+            max_decode=max_decode,
+            tiles=PrefillTiles(*parts, num_tiles=counts[1:2]) if max_tiles else None,
+            is_long=is_long,
+            dense=dense,
+        )
+        hidden: torch.Tensor = self._model.forward(token_ids, positions, self._attention.plan(step))
+        return hidden
+
+    def _sample(self, hidden: torch.Tensor, sampled: SampledRows, is_random: bool) -> torch.Tensor:
+        rows = self._rows
+        logits = self._model.logits(hidden)
+        out = self.out[: len(logits)]
+        argmax_tokens(logits, sampled, self._workspace, out, rows.last_token, rows.position)
+        if is_random:
+            sample_tokens(logits, sampled, rows.sampling, self._workspace, out, rows.last_token)
+        return logits
+
+
+def _tiles(
+    rows: IntArray, counts: IntArray, starts: IntArray, done: IntArray, first: int, tile: int
+) -> IntArray:
+    """``[4, tiles]``: each one's first token, tokens, row and first position, for the rows from
+    ``first`` on, whose first ``done`` tokens are covered otherwise. Those with most keys come
+    first, so that the last to end are short."""
+    offsets = (np.cumsum(counts) - counts + done)[first:]
+    rows, counts, starts = rows[first:], (counts - done)[first:], (starts + done)[first:]
+    per_row = -(-counts // tile)
+    within = np.arange(int(per_row.sum())) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+    found = np.empty((4, len(within)), dtype=np.int32)
+    found[0] = np.repeat(offsets, per_row) + within * tile
+    found[1] = np.minimum(np.repeat(counts, per_row) - within * tile, tile)
+    found[2] = np.repeat(rows, per_row)
+    found[3] = np.repeat(starts, per_row) + within * tile
+    order = np.argsort(-found[3], kind="stable")
+    return found[:, order]
+
+
+def _padded(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN
+
+
+def _batch_bucket(count: int) -> int:
+    """Rows of a captured step: powers of two to 16, multiples of 16 to 256, then of 64."""
+    if count <= 16:
+        return 1 << max(count - 1, 0).bit_length()
+    step = 16 if count <= 256 else 64
+    return -(-count // step) * step
+
+
+def _token_bucket(count: int) -> int:
+    step = 64 if count <= 512 else 256
+    return -(-count // step) * step

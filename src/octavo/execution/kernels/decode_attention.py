@@ -1,0 +1,215 @@
+"""Attention of rows that run one token, over the block table, split along the keys.
+
+A program serves all query heads of one KV head, so keys and values are read once for the group, and
+one part of the row's keys (flash-decoding). The program that finishes last adds the parts of its
+row in their order: no second kernel, and the same bits at every run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
+from octavo.execution.kernels.rope import kv_offset
+
+
+@triton.jit
+def _decode(
+    queries,
+    keys,
+    token_rows,
+    positions,
+    num_tokens,
+    tables,
+    out,
+    part_out,
+    part_lse,
+    counters,
+    scale_log2,
+    group,
+    num_kv_heads,
+    window,
+    stride_table,
+    stride_block,
+    stride_token,
+    value_offset,
+    SPLITS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    token = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    # All three before the branch: one wait for memory, not two.
+    count = tl.load(num_tokens)
+    row = tl.load(token_rows + token)
+    length = tl.load(positions + token) + 1
+    if token >= count:
+        return
+    first_key = 0
+    if HAS_WINDOW:
+        first_key = tl.maximum(length - window, 0)
+    span = tl.cdiv(length - first_key, SPLITS)
+    span = tl.maximum(tl.cdiv(span, BLOCK_N) * BLOCK_N, MIN_KEYS)
+    num_parts = tl.cdiv(length - first_key, span)
+    if split >= num_parts:
+        return
+    start = first_key + split * span
+    end = tl.minimum(start + span, length)
+    g = tl.arange(0, GROUP)
+    d = tl.arange(0, DIM)
+    n = tl.arange(0, BLOCK_N)
+    head = kv_head * group + g
+    q_mask = (g < group)[:, None] & (d < HEAD_DIM)[None, :]
+    q_place = (token.to(tl.int64) * num_kv_heads * group + head[:, None]) * HEAD_DIM + d[None, :]
+    q = tl.load(queries + q_place, mask=q_mask, other=0.0)
+    largest = tl.full([GROUP], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([GROUP], dtype=tl.float32)
+    acc = tl.zeros([GROUP, DIM], dtype=tl.float32)
+    pool = keys + kv_head * HEAD_DIM
+    for first in range(start, end, BLOCK_N):
+        key = first + n
+        seen = key < end
+        offset = kv_offset(
+            tables,
+            row,
+            tl.minimum(key, end - 1),
+            stride_table,
+            stride_block,
+            stride_token,
+            BLOCK_SIZE,
+        )
+        kv_mask = seen[:, None] & (d < HEAD_DIM)[None, :]
+        k = tl.load(pool + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+        v = tl.load(pool + value_offset + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        weight = tl.exp2(scores - new_largest[:, None])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weight, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+        largest = new_largest
+    acc = acc / total[:, None]
+    if num_parts == 1:
+        tl.store(out + q_place, acc.to(out.dtype.element_ty), mask=q_mask)
+        return
+    owner = token.to(tl.int64) * num_kv_heads + kv_head
+    part = (owner * SPLITS + split) * group + g
+    g_mask = g < group
+    tl.store(part_out + part[:, None] * DIM + d[None, :], acc, mask=g_mask[:, None])
+    tl.store(part_lse + part, largest + tl.log2(total), mask=g_mask)
+    # Every thread's part is written before the one that counts says so.
+    tl.debug_barrier()
+    done = tl.atomic_add(counters + owner, 1, sem="acq_rel", scope="gpu")
+    if done == num_parts - 1:
+        tl.debug_barrier()
+        largest = tl.full([GROUP], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([GROUP], dtype=tl.float32)
+        acc = tl.zeros([GROUP, DIM], dtype=tl.float32)
+        for other in range(num_parts):
+            place = (owner * SPLITS + other) * group + g
+            lse = tl.load(part_lse + place, mask=g_mask, other=0.0, cache_modifier=".cg")
+            o = tl.load(
+                part_out + place[:, None] * DIM + d[None, :],
+                mask=g_mask[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_largest = tl.maximum(largest, lse)
+            shrink = tl.exp2(largest - new_largest)
+            weight = tl.exp2(lse - new_largest)
+            acc = acc * shrink[:, None] + o * weight[:, None]
+            total = total * shrink + weight
+            largest = new_largest
+        acc = acc / total[:, None]
+        tl.store(out + q_place, acc.to(out.dtype.element_ty), mask=q_mask)
+        tl.store(counters + owner, 0)
+
+
+class DecodeWorkspace:
+    """What the programs of a row hand to the last of them. Counters are zero between launches."""
+
+    def __init__(self, max_programs: int, head_dim: int, group: int, device: torch.device) -> None:
+        """``max_programs`` bounds rows × KV heads × splits of any launch."""
+        parts = max_programs * group
+        dim = triton.next_power_of_2(head_dim)
+        self.out = torch.empty(parts * dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(parts, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max_programs, dtype=torch.int32, device=device)
+
+
+def padded_group(group: int) -> int:
+    """Query heads of a program: a tensor core's tile has 16 rows at least."""
+    return max(16, triton.next_power_of_2(group))
+
+
+def decode_attention(
+    queries: torch.Tensor,
+    kv_layer: torch.Tensor,
+    token_rows: torch.Tensor,
+    positions: torch.Tensor,
+    num_tokens: torch.Tensor,
+    tables: torch.Tensor,
+    out: torch.Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    splits: int,
+    max_tokens: int | None = None,
+    min_keys: int = 128,
+    window: int = 0,
+    block_n: int = 64,
+    warps: int = 4,
+    stages: int = 3,
+) -> None:
+    """Attend for the first ``num_tokens`` (int32 ``[1]``, on the device) of the tokens.
+
+    ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]``; token i is the last of row
+    ``token_rows[i]``, at ``positions[i]``, and its key is written already. ``max_tokens`` bounds
+    ``num_tokens``. ``window`` 0 means none.
+    """
+    tokens, num_heads, head_dim = queries.shape
+    _, block_size, _, num_kv_heads, _ = kv_layer.shape
+    group = num_heads // num_kv_heads
+    _decode[(tokens if max_tokens is None else max_tokens, num_kv_heads, splits)](
+        queries,
+        kv_layer,
+        token_rows,
+        positions,
+        num_tokens,
+        tables,
+        out,
+        workspace.out,
+        workspace.lse,
+        workspace.counters,
+        head_dim**-0.5 * 1.4426950408889634,
+        group,
+        num_kv_heads,
+        window,
+        tables.stride(0),
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        SPLITS=splits,
+        MIN_KEYS=min_keys,
+        HAS_WINDOW=window > 0,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        DIM=triton.next_power_of_2(head_dim),
+        GROUP=padded_group(group),
+        BLOCK_N=block_n,
+        PDL=PDL,
+        num_warps=warps,
+        num_stages=stages,
+        **OVERLAP,
+    )

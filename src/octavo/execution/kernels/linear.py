@@ -1,0 +1,74 @@
+"""A linear layer's product on a GPU, by whichever kernel is fastest at its size."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from octavo.execution.kernels.activation import silu_and_mul
+from octavo.execution.kernels.gpu import SplitSum
+from octavo.execution.kernels.skinny_linear import MAX_ROWS, Tiling, skinny_linear
+
+# Multiprocessors of a Hopper or Ampere data-centre chip; two programs fit on each.
+_PROCESSORS = 132
+
+
+def tiling(rows: int, outputs: int, inputs: int) -> Tiling | None:
+    """How to cut a product of this size; None: the library's is faster.
+
+    From a search on an H200 over the projections of 1B and 8B models, 1 to 128 rows (see
+    docs/decisions).
+    """
+    if rows > MAX_ROWS:
+        return None
+    tiles = triton.cdiv(outputs, 64)
+    if rows <= 16:
+        splits = triton.next_power_of_2(triton.cdiv(2 * _PROCESSORS - 8, tiles))
+        splits = _limited(splits, inputs)
+        # With three stages three programs fit on a multiprocessor: no second, half-empty round.
+        is_third = 2 * _PROCESSORS < tiles * splits <= 3 * _PROCESSORS
+        return Tiling(64, 128, splits, 3 if is_third else 4, 4, prefetch=2)
+    if rows <= 64:
+        if tiles >= 4 * 96 and rows > 32:
+            return Tiling(128, 128, 1, 4, 8, prefetch=0)
+        # One program on each multiprocessor, with many loads in flight.
+        splits = 1
+        while 2 * splits * tiles <= _PROCESSORS:
+            splits *= 2
+        splits = _limited(splits, inputs)
+        return Tiling(64, 128, splits, 5 if tiles * splits <= _PROCESSORS else 4, 4, prefetch=0)
+    if tiles <= 64:
+        return Tiling(64, 128, _limited(2, inputs), 4, 4, prefetch=0)
+    return Tiling(128, 64, 1, 5, 8, prefetch=0) if tiles >= 4 * 96 else None
+
+
+def _limited(splits: int, inputs: int) -> int:
+    """At most eight parts, of 256 inputs at least."""
+    return max(min(splits, 8, inputs // 256), 1)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | SplitSum:
+    """``x [rows, in] @ weight [out, in].T + bias``: ``[rows, out]`` in x's dtype, or its parts."""
+    chosen = tiling(x.shape[0], *weight.shape)
+    if chosen is None:
+        return F.linear(x, weight, bias)
+    return skinny_linear(x, weight, bias, chosen)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``silu(gate) * up``, ``[rows, out / 2]`` in x's dtype; gates are the first half of the
+    product's outputs."""
+    chosen = tiling(x.shape[0], *weight.shape)
+    if chosen is not None and chosen.splits == 1:
+        y = skinny_linear(x, weight, bias, chosen, gated=True)
+        assert isinstance(y, torch.Tensor)
+        return y
+    return silu_and_mul(linear(x, weight, bias), x.dtype)
+
+
+def whole(x: torch.Tensor | SplitSum, dtype: torch.dtype) -> torch.Tensor:
+    """The product itself, for who cannot read parts."""
+    return x.sum().to(dtype) if isinstance(x, SplitSum) else x

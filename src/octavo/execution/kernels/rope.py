@@ -1,0 +1,192 @@
+"""From a layer's projections to queries and the cache: norms of heads, rotation, KV write."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.execution.kernels.gpu import (
+    OVERLAP,
+    PDL,
+    SplitSum,
+    begin,
+    load_sum,
+    pointer_and_splits,
+    prefetch_lines,
+)
+
+
+@triton.jit
+def kv_offset(tables, row, position, stride_table, stride_block, stride_token, BLOCK_SIZE):
+    """Where a token's keys and values begin: its block's place in the pool, by the block table."""
+    block = tl.load(tables + row * stride_table + position // BLOCK_SIZE).to(tl.int64)
+    return block * stride_block + (position % BLOCK_SIZE) * stride_token
+
+
+@triton.jit
+def _rope_and_write(
+    qkv,
+    queries,
+    keys,
+    token_rows,
+    positions,
+    tables,
+    cosines,
+    sines,
+    head_norms,
+    eps,
+    num_heads,
+    num_kv_heads,
+    stride_split,
+    stride_table,
+    stride_block,
+    stride_token,
+    value_offset,
+    num_tokens,
+    next_weight,
+    num_lines,
+    line,
+    SPLITS: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PREFETCH:
+        # Programs beyond the tokens: memory is idle from here until the product after attention.
+        extra = tl.program_id(0) - num_tokens
+        if extra >= 0:
+            tl.extra.cuda.gdc_launch_dependents()
+            program = extra * tl.num_programs(1) + tl.program_id(1)
+            programs = (tl.num_programs(0) - num_tokens) * tl.num_programs(1)
+            for first in range(program * 128, num_lines, programs * 128):
+                lines = tl.minimum(first + tl.arange(0, 128), num_lines - 1)
+                prefetch_lines(next_weight + lines.to(tl.int64) * line)
+            tl.extra.cuda.gdc_wait()
+            return
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, HALF)
+    half_dim = HEAD_DIM // 2
+    total_heads = num_heads + 2 * num_kv_heads
+    mask = (head < total_heads)[:, None] & (column < half_dim)[None, :]
+    position = tl.load(positions + token)
+    row = tl.load(token_rows + token)
+    place = token * total_heads * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
+    low = load_sum(qkv, place, mask, stride_split, SPLITS)
+    high = load_sum(qkv, place + half_dim, mask, stride_split, SPLITS)
+    is_value = (head >= num_heads + num_kv_heads)[:, None]
+    if HAS_NORM:
+        norm_mask = mask & (is_value == 0)
+        weights = head_norms + head[:, None] * HEAD_DIM + column[None, :]
+        square = tl.sum(low * low + high * high, axis=1)
+        inverse = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
+        low = tl.where(is_value, low, low * inverse * tl.load(weights, mask=norm_mask, other=0.0))
+        high = tl.where(
+            is_value,
+            high,
+            high * inverse * tl.load(weights + half_dim, mask=norm_mask, other=0.0),
+        )
+    if HAS_ROPE:
+        angle = position.to(tl.int64) * half_dim + column
+        cos = tl.load(cosines + angle, mask=column < half_dim, other=1.0)[None, :]
+        sin = tl.load(sines + angle, mask=column < half_dim, other=0.0)[None, :]
+        cos = tl.where(is_value, 1.0, cos)
+        sin = tl.where(is_value, 0.0, sin)
+        turned = low * cos - high * sin
+        high = high * cos + low * sin
+        low = turned
+    is_query = (head < num_heads)[:, None] & mask
+    q_place = token * num_heads * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
+    q_low = low.to(queries.dtype.element_ty)
+    q_high = high.to(queries.dtype.element_ty)
+    tl.store(queries + q_place, q_low, mask=is_query)
+    tl.store(queries + q_place + half_dim, q_high, mask=is_query)
+    slot = kv_offset(tables, row, position, stride_table, stride_block, stride_token, BLOCK_SIZE)
+    kv_head = tl.where(
+        head >= num_heads + num_kv_heads, head - num_heads - num_kv_heads, head - num_heads
+    )
+    kv_place = (
+        slot + tl.where(is_value, value_offset, 0) + kv_head[:, None] * HEAD_DIM + column[None, :]
+    )
+    is_kv = (head >= num_heads)[:, None] & mask
+    tl.store(keys + kv_place, low.to(keys.dtype.element_ty), mask=is_kv)
+    tl.store(keys + kv_place + half_dim, high.to(keys.dtype.element_ty), mask=is_kv)
+
+
+def rope_and_write(
+    qkv: torch.Tensor | SplitSum,
+    kv_layer: torch.Tensor,
+    token_rows: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_heads: int,
+    *,
+    head_norms: torch.Tensor | None = None,
+    eps: float = 0.0,
+    dtype: torch.dtype,
+    next_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Norm and rotate queries and keys, write keys and values to their blocks.
+
+    ``qkv [tokens, (num_heads + 2 * num_kv_heads) * head_dim]``; ``kv_layer`` is one layer of the
+    arena, ``[block, token, K|V, kv_head, head_dim]`` with strides; ``token_rows`` and ``positions``
+    are int32 ``[tokens]``, ``tables`` int32 ``[rows, blocks]``. ``cos`` and ``sin`` are float32
+    ``[positions, head_dim / 2]``, of zero columns where nothing is rotated. ``head_norms`` is
+    float32 ``[num_heads + num_kv_heads, head_dim]``. ``next_weight`` is brought into L2 meanwhile.
+
+    Returns the queries, ``[tokens, num_heads, head_dim]`` in ``dtype``.
+    """
+    source, splits = pointer_and_splits(qkv)
+    tokens = source.shape[-2]
+    _, block_size, _, num_kv_heads, head_dim = kv_layer.shape
+    queries = torch.empty(tokens, num_heads, head_dim, dtype=dtype, device=source.device)
+    total_heads = num_heads + 2 * num_kv_heads
+    heads = 4 if tokens < 256 else 16
+    columns = triton.cdiv(total_heads, heads)
+    weight, extra = source, 0
+    if next_weight is not None and PDL:
+        weight, extra = next_weight, triton.cdiv(132, columns)
+    _rope_and_write[(tokens + extra, columns)](
+        source,
+        queries,
+        kv_layer,
+        token_rows,
+        positions,
+        tables,
+        cos,
+        sin,
+        cos if head_norms is None else head_norms,
+        eps,
+        num_heads,
+        num_kv_heads,
+        tokens * total_heads * head_dim,
+        tables.stride(0),
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        tokens,
+        weight,
+        weight.numel() * weight.element_size() // 128,
+        128 // weight.element_size(),
+        SPLITS=splits,
+        HAS_ROPE=cos.shape[-1] > 0,
+        HAS_NORM=head_norms is not None,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        HEADS=heads,
+        PREFETCH=extra > 0,
+        PDL=PDL,
+        num_warps=4,
+        **OVERLAP,
+    )
+    return queries

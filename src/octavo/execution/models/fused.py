@@ -1,0 +1,95 @@
+"""A gated decoder on a GPU, in as few kernels as its data flow allows.
+
+Between two products stands one kernel: it adds up the parts of the product before it, does what is
+elementwise, and leaves the next one its inputs. Families with other norms or activations run
+`Decoder.forward` as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from octavo.execution.kernels.gpu import SplitSum
+from octavo.execution.kernels.linear import gated_linear, linear, whole
+from octavo.execution.kernels.norm import add_rms_norm
+from octavo.execution.models.activations import SiluAndMul
+from octavo.execution.models.decoder import Decoder
+from octavo.execution.models.decoder_layer import DecoderLayer
+from octavo.execution.models.layers import Linear
+from octavo.execution.models.norms import QueryKeyNorm, RMSNorm
+
+
+class FusedAttention(Protocol):
+    def __call__(
+        self,
+        layer: int,
+        qkv: torch.Tensor | SplitSum,
+        norm: QueryKeyNorm | None = None,
+        next_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+def can_fuse(model: Decoder) -> bool:
+    """Whether the model is made of root mean square norms and gated MLPs alone."""
+    return (
+        isinstance(model.norm, RMSNorm)
+        and model.project_in is None
+        and model.project_out is None
+        and model.positions is None
+        and all(
+            type(layer) is DecoderLayer
+            and isinstance(layer.attention_norm, RMSNorm)
+            and isinstance(layer.mlp_norm, RMSNorm)
+            and isinstance(layer.activate, SiluAndMul)
+            for layer in model.layers
+        )
+    )
+
+
+class FusedDecoder:
+    """Implements `octavo.execution.gpu_runner.GPUModel` over a loaded `Decoder`."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self.dtype = model.dtype
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: FusedAttention
+    ) -> torch.Tensor:
+        """As `Decoder.forward`, with ``token_ids`` int32."""
+        model = self.model
+        assert isinstance(model.norm, RMSNorm)
+        residual = model.embedding(token_ids)
+        delta: torch.Tensor | SplitSum | None = None
+        for layer in model.layers:
+            x = _norm(layer.attention_norm, residual, delta)
+            heads = attention(
+                layer.index, _product(layer.qkv, x), layer.query_key_norm, layer.output.weight
+            )
+            x = _norm(layer.mlp_norm, residual, _product(layer.output, heads))
+            assert layer.up.weight is not None
+            x = gated_linear(x, layer.up.weight, layer.up.bias)
+            delta = _product(layer.down, x)
+        return _norm(model.norm, residual, delta)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocab]`` in the model's dtype."""
+        local = whole(_product(self.model.head, hidden), self.dtype)
+        parallel = self.model.parallel
+        return parallel.all_gather(local) if parallel.size > 1 else local
+
+
+def _norm(
+    norm: object, residual: torch.Tensor, delta: torch.Tensor | SplitSum | None
+) -> torch.Tensor:
+    assert isinstance(norm, RMSNorm)
+    assert norm.weight is not None
+    return add_rms_norm(residual, delta, norm.weight, norm.eps)
+
+
+def _product(layer: Linear, x: torch.Tensor) -> torch.Tensor | SplitSum:
+    assert layer.weight is not None
+    y = linear(x, layer.weight, layer.bias)
+    return layer.parallel.all_reduce(whole(y, x.dtype)) if layer.sums else y

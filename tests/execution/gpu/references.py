@@ -1,0 +1,84 @@
+"""What the kernels compute, in plain PyTorch and float32, and arenas to compute it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pool:
+    """One layer of an arena whose other layers, and unused blocks, are poisoned."""
+
+    kv_layer: torch.Tensor
+    tables: torch.Tensor
+
+    def keys_and_values(self, row: int, length: int) -> torch.Tensor:
+        """Float32 ``[length, K|V, kv_head, head_dim]`` in the row's order."""
+        size = self.kv_layer.shape[1]
+        blocks = self.tables[row, : -(-length // size)].long()
+        return self.kv_layer[blocks].flatten(0, 1)[:length].float()
+
+
+def make_pool(
+    lengths: list[int],
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_layers: int = 3,
+    layer: int = 1,
+) -> Pool:
+    """Rows of these lengths over random blocks in random order; the rest is NaN."""
+    counts = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(counts) + 3
+    shape = (num_blocks, block_size, num_layers, 2, num_kv_heads, head_dim)
+    kv = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    order = torch.randperm(num_blocks - 1, device=device)[: sum(counts)] + 1
+    tables = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32, device=device)
+    first = 0
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        blocks = order[first : first + count]
+        tables[row, :count] = blocks.int()
+        values = torch.randn(count * block_size, 2, num_kv_heads, head_dim, device=device)
+        values[length:] = float("nan")
+        kv[blocks, :, layer] = values.view(count, block_size, 2, num_kv_heads, head_dim).to(dtype)
+        first += count
+    return Pool(kv[:, :, layer], tables)
+
+
+def attend(
+    queries: torch.Tensor, pool: Pool, row: int, start: int, window: int = 0
+) -> torch.Tensor:
+    """Causal attention of ``queries [count, num_heads, head_dim]`` at positions from ``start``."""
+    count, num_heads, head_dim = queries.shape
+    kv = pool.keys_and_values(row, start + count)
+    group = num_heads // kv.shape[2]
+    keys, values = (kv[:, part].repeat_interleave(group, dim=1) for part in (0, 1))
+    scores = torch.einsum("qhd,khd->hqk", queries.float(), keys) * head_dim**-0.5
+    place = torch.arange(start + count, device=queries.device)
+    query = place[start:, None]
+    seen = place[None, :] <= query
+    if window:
+        seen &= place[None, :] > query - window
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``heads [tokens, head, dim]`` by ``[tokens, dim / 2]``, Hugging Face's way."""
+    low, high = heads.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def ints(values: object, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """For results of order one: rounding of the dtype, a few times."""
+    return {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}

@@ -1,0 +1,188 @@
+"""Attention over block tables against PyTorch in float32, outputs and unused memory poisoned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from execution.gpu.references import attend, ints, make_pool, tolerance
+from octavo.execution.attention.dense import (
+    PIECE,
+    DenseChunk,
+    dense_attention,
+    dense_count,
+    is_supported,
+    pieces,
+)
+from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
+from octavo.execution.kernels.merge import gather_keys, merge_attention
+from octavo.execution.kernels.prefill_attention import (
+    PrefillTiles,
+    prefill_attention,
+    tile_tokens,
+)
+
+ON_GPU = torch.cuda.is_available()
+NAN = float("nan")
+# heads, KV heads, head dim, block size
+SMALL = [(6, 2, 16, 4), (4, 4, 24, 8), (3, 1, 80, 16)]
+GRID = [
+    (num_kv_heads * group, num_kv_heads, head_dim, block_size)
+    for head_dim in (64, 80, 96, 128, 256)
+    for num_kv_heads, group in ((1, 16), (2, 1), (8, 4), (3, 3))
+    for block_size in (8, 16, 128)
+]
+
+
+def run_decode(
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    lengths: list[int],
+    *,
+    splits: int,
+    window: int = 0,
+    dtype: torch.dtype = torch.float32,
+    min_keys: int = 32,
+    block_n: int = 32,
+) -> None:
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    pool = make_pool(
+        lengths, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+        dtype=dtype, device=device,
+    )  # fmt: skip
+    count = len(lengths)
+    queries = torch.randn(count + 1, num_heads, head_dim, device=device).to(dtype)
+    order = torch.randperm(count).tolist()
+    rows = ints([*order, 0], device)
+    positions = ints([*(lengths[row] - 1 for row in order), 0], device)
+    out = torch.full_like(queries, NAN)
+    group = num_heads // num_kv_heads
+    workspace = DecodeWorkspace((count + 1) * num_kv_heads * splits, head_dim, group, device)
+    for _ in range(2):  # the counters are as they were
+        decode_attention(
+            queries, pool.kv_layer, rows, positions, ints([count], device), pool.tables, out,
+            workspace, splits=splits, window=window, min_keys=min_keys, block_n=block_n,
+        )  # fmt: skip
+    assert out[count].isnan().all(), "a token beyond the last was touched"
+    for token, row in enumerate(order):
+        expected = attend(queries[token : token + 1], pool, row, lengths[row] - 1, window)
+        torch.testing.assert_close(out[token : token + 1].float(), expected, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.parametrize(("splits", "window"), [(1, 0), (3, 0), (2, 7)])
+def test_decode(
+    device: torch.device, shape: tuple[int, int, int, int], splits: int, window: int
+) -> None:
+    run_decode(device, shape, [1, 31, 100], splits=splits, window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("shape", GRID)
+def test_decode_over_a_grid(device: torch.device, shape: tuple[int, int, int, int]) -> None:
+    size = shape[3]
+    edges = sorted({1, size - 1, size, size + 1, 63, 64, 65, 127, 128, 129, 511, 1000})
+    for splits, window in ((1, 0), (5, 0), (5, 100)):
+        run_decode(
+            device, shape, edges, splits=splits, window=window, dtype=torch.bfloat16,
+            min_keys=128, block_n=64,
+        )  # fmt: skip
+
+
+def run_prefill(
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    chunks: list[tuple[int, int]],
+    *,
+    window: int = 0,
+    dtype: torch.dtype = torch.float32,
+    block_n: int | None = 32,
+) -> None:
+    """``chunks`` are (start, count)."""
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    pool = make_pool(
+        [start + count for start, count in chunks], num_kv_heads=num_kv_heads, head_dim=head_dim,
+        block_size=block_size, dtype=dtype, device=device,
+    )  # fmt: skip
+    tile = tile_tokens(num_heads, num_kv_heads)
+    tiles, first = [], 1  # the first token belongs to nobody
+    for row, (start, count) in enumerate(chunks):
+        tiles += [
+            (first + within, min(tile, count - within), row, start + within)
+            for within in range(0, count, tile)
+        ]
+        first += count
+    queries = torch.randn(first, num_heads, head_dim, device=device).to(dtype)
+    out = torch.full_like(queries, NAN)
+    padded = [*tiles, (0, 1, 0, 0)]
+    columns = [ints(column, device) for column in zip(*padded, strict=True)]
+    prefill_attention(
+        queries, pool.kv_layer, PrefillTiles(*columns, ints([len(tiles)], device)), pool.tables,
+        out, window=window, block_n=block_n,
+    )  # fmt: skip
+    assert out[0].isnan().all(), "a token of no tile was touched"
+    first = 1
+    for row, (start, count) in enumerate(chunks):
+        own = slice(first, first + count)
+        expected = attend(queries[own], pool, row, start, window)
+        torch.testing.assert_close(out[own].float(), expected, **tolerance(dtype))
+        first += count
+
+
+@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.parametrize("window", [0, 7])
+def test_prefill(device: torch.device, shape: tuple[int, int, int, int], window: int) -> None:
+    run_prefill(device, shape, [(0, 45), (33, 3)], window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("shape", GRID)
+def test_prefill_over_a_grid(device: torch.device, shape: tuple[int, int, int, int]) -> None:
+    chunks = [(0, 1), (0, 200), (127, 1), (128, 130), (300, 33), (1, 64)]
+    for window in (0, 100):
+        run_prefill(device, shape, chunks, window=window, dtype=torch.bfloat16, block_n=None)
+
+
+def test_pieces_of_a_prefix() -> None:
+    assert pieces(0) == []
+    assert pieces(7 * PIECE) == [(0, 4 * PIECE), (4 * PIECE, 2 * PIECE), (6 * PIECE, PIECE)]
+    assert dense_count(2 * PIECE + 5, 3 * PIECE) == 2 * PIECE
+    assert dense_count(2 * PIECE, 3) == dense_count(2 * PIECE - 1, 0) == 0
+
+
+def test_attention_in_pieces(device: torch.device) -> None:
+    shape = {"num_kv_heads": 2, "head_dim": 16, "block_size": 4}
+    pool = make_pool([50, 30], **shape, dtype=torch.float32, device=device)
+    kv = gather_keys(pool.kv_layer, pool.tables, 1, 29)
+    torch.testing.assert_close(kv, pool.keys_and_values(1, 29))
+    queries = torch.randn(5, 6, 16, device=device)
+
+    def over(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (part[:, i].repeat_interleave(3, dim=1) for i in (0, 1))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys)
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values)
+        return attended.contiguous(), scores.logsumexp(dim=-1).contiguous()
+
+    (out, lse), (expected, expected_lse) = over(kv[:11]), over(kv)
+    merge_attention(out, lse, *over(kv[11:]))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("start", [0, 3 * PIECE])
+def test_dense_chunks(device: torch.device, start: int) -> None:
+    assert is_supported(torch.bfloat16, 128, device)
+    count = 2 * PIECE
+    shape = {"num_kv_heads": 2, "head_dim": 128, "block_size": 16}
+    pool = make_pool([9, start + count], **shape, dtype=torch.bfloat16, device=device)
+    queries = torch.randn(count + 7, 8, 128, device=device).to(torch.bfloat16)
+    out = torch.full_like(queries, NAN)
+    chunk = DenseChunk(row=1, offset=7, count=count, start=start)
+    dense_attention(queries, pool.kv_layer, pool.tables, chunk, out)
+    assert out[:7].isnan().all()
+    expected = attend(queries[7:], pool, 1, start)
+    torch.testing.assert_close(out[7:].float(), expected, atol=2e-2, rtol=2e-2)

@@ -1,6 +1,7 @@
 # make serve    builds .venv, fetches the default model and serves it on 127.0.0.1:8000
 # make test     builds the same .venv and runs every test that needs no GPU
 # make install  builds .venv alone
+# make gpu-test   tests of the GPU's kernels and engine; make gpu-bench   its figures
 # make check    format, lint, types, import contracts, fast tests
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ PORT ?= 8000
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test install check clean
+.PHONY: serve test install check clean gpu-test gpu-bench
 
 serve: .venv/.installed
 	@echo "Fetching $(MODEL) where it is not here yet ..."
@@ -41,6 +42,13 @@ check: .venv/.installed-dev
 .venv/.installed-dev: .venv/.installed
 	$(PIP) --editable ".[dev]"
 	@touch $@
+
+# On a machine with a GPU, with its own PyTorch: no virtual environment is made.
+gpu-test:
+	PYTHON="$(PYTHON)" scripts/gpu-test
+
+gpu-bench:
+	PYTHON="$(PYTHON)" scripts/gpu-bench
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -9,9 +11,25 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+try:
+    ctypes.CDLL("libcuda.so.1")
+except OSError:
+    # Without a GPU's driver Triton's kernels run in its interpreter. That is decided when a kernel
+    # is imported, by whichever test comes first.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
 settings.register_profile("long", deadline=None, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@atexit.register
+def _silence_leaks() -> None:
+    """Triton's interpreter leaves objects behind, which nanobind lists at exit in hundreds of
+    lines, below what the tests have to say."""
+    if os.environ.get("TRITON_INTERPRET") and "triton" in sys.modules:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -47,7 +47,8 @@ def test_a_bad_kv_memory_says_what_is_good(text: str) -> None:
         ("max_queued_requests", 0),
         ("depth", 3),
         ("threads", 0),
-        ("max_num_batched_tokens", 63),
+        ("max_num_batched_tokens", 0),
+        ("device", "tpu"),
     ],
 )
 def test_a_bad_option_is_named(field: str, value: Any) -> None:

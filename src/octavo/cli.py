@@ -81,9 +81,17 @@ def serve(
         bool,
         typer.Option(
             "--admin-endpoints",
-            help="Serve administrative endpoints, such as POST /reset_prefix_cache.",
+            help="Serve administrative endpoints, such as POST /reset_prefix_cache and /prefixes.",
         ),
     ] = False,
+    prefix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keep what prompts begin with in the prefix cache, whatever else runs: a text, or "
+            "a .json file of chat messages; may be repeated.",
+        ),
+    ] = None,
     log_format: Annotated[str, typer.Option(help="text or json.")] = _SERVER.log_format,
     log_level: Annotated[
         str, typer.Option(help="debug, info (a line for each request), warning or error.")
@@ -104,6 +112,8 @@ def serve(
     max_queued_requests: options.MaxQueuedRequests = DEFAULTS.max_queued_requests,
     depth: options.Depth = None,
     threads: options.Threads = None,
+    device: options.Device = DEFAULTS.device,
+    deterministic: options.Deterministic = DEFAULTS.deterministic,
     attention: options.Attention = DEFAULTS.attention,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
@@ -126,6 +136,8 @@ def serve(
             max_queued_requests=max_queued_requests,
             depth=depth,
             threads=threads,
+            device=device,
+            deterministic=deterministic,
             attention=attention,
         )
         server = ServerConfig(
@@ -140,6 +152,7 @@ def serve(
             max_request_bytes=max_request_bytes,
             max_connections=max_connections,
             admin_endpoints=admin_endpoints,
+            prefixes=tuple(prefix or ()),
             log_format=log_format,
             log_level=log_level,
         )
@@ -189,6 +202,8 @@ def generate(
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     depth: options.Depth = None,
     threads: options.Threads = None,
+    device: options.Device = DEFAULTS.device,
+    deterministic: options.Deterministic = DEFAULTS.deterministic,
     attention: options.Attention = DEFAULTS.attention,
 ) -> None:
     """Complete one prompt in this process and print the text."""
@@ -225,6 +240,8 @@ def generate(
             max_num_batched_tokens=max_num_batched_tokens,
             depth=depth,
             threads=threads,
+            device=device,
+            deterministic=deterministic,
             attention=attention,
         ) as llm:
             if chat:
@@ -275,6 +292,7 @@ def chat(
     kv_memory: options.KVMemory = DEFAULTS.kv_memory,
     max_model_len: options.MaxModelLen = None,
     threads: options.Threads = None,
+    device: options.Device = DEFAULTS.device,
 ) -> None:
     """Talk with a model; /help lists what a line may begin with."""
     with readable_errors():
@@ -297,6 +315,7 @@ def chat(
                 kv_memory=kv_memory,
                 max_model_len=max_model_len,
                 threads=threads,
+                device=device,
                 max_num_seqs=1,
             )
 

@@ -19,7 +19,8 @@ KV_MANAGERS = ("paged",)
 WEIGHT_MODES = ("auto", "bf16", "int8", "int4")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-ATTENTION_BACKENDS = ("auto", "compiled", "gather")
+ATTENTION_BACKENDS = ("auto", "compiled", "gather", "triton")
+DEVICES = ("auto", "cpu", "cuda")
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -80,21 +81,25 @@ def parse_size(name: str, text: str) -> int:
 class EngineConfig:
     """What to serve and within which limits.
 
-    ``model`` is a known name, a directory or a file. ``weights`` says in how many bits a CPU keeps
-    them: ``auto`` as the file does. ``depth`` is the number of steps in flight:
-    1 is synchronous, 2 plans a step while another runs, None lets the device decide.
+    ``model`` is a known name, a directory or a file; ``device`` is where it runs, ``auto`` takes a
+    GPU where there is one. ``weights`` says in how many bits a CPU keeps them: ``auto`` as the file
+    does. ``depth`` is the number of steps in flight: 1 is synchronous, 2 plans a step while another
+    runs, None lets the device decide.
+    With ``deterministic`` a request's tokens are the same to the last bit whatever runs beside it,
+    at a cost in speed; a CPU gives that in float32 alone.
     Without ``sharing`` samples and beams copy all their blocks and nothing is cached: the same
     tokens, to measure against.
     ``preemption`` says how a sequence that lost its blocks gets them back: ``recompute``, ``swap``
     through ``swap_memory`` of the host, or ``auto``, whichever costs less.
-    ``max_num_batched_tokens`` is the token budget of a step, ``max_model_len`` the longest
-    sequence; None takes the device's or the model's.
+    ``max_num_seqs`` is how many sequences run at once, ``max_num_batched_tokens`` the token budget
+    of a step, ``max_model_len`` the longest sequence; None takes the device's or the model's.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     model: str = DEFAULT_MODEL
+    device: str = "auto"
     load_format: str = "auto"
     dtype: str = "auto"
     weights: str = "auto"
@@ -106,16 +111,18 @@ class EngineConfig:
     preemption: str = "recompute"
     swap_memory: str = "0"
     max_model_len: int | None = None
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_queued_requests: int = 1024
     depth: int | None = None
     threads: int | None = None
     attention: str = "auto"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model is empty; give a name, a directory or a file")
+        _choice("device", self.device, DEVICES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("dtype", self.dtype, DTYPES)
         _choice("weights", self.weights, WEIGHT_MODES)
@@ -136,9 +143,8 @@ class EngineConfig:
                 f"preemption={self.preemption} needs host memory to swap to: set swap_memory, for "
                 "example to 1GiB, or use preemption=recompute"
             )
-        if (
-            self.max_num_batched_tokens is not None
-            and self.max_num_batched_tokens < self.max_num_seqs
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < (
+            self.max_num_seqs or 1
         ):
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
@@ -156,13 +162,15 @@ class ServerConfig:
     the API from a browser (``*``: all). ``drain_timeout_s`` is what running requests get at
     shutdown, ``stall_timeout_s`` how long the engine may work without ending a step before
     ``/health`` fails, ``client_timeout_s`` how long a client may take to send a request, or leave
-    an answer unread. ``admin_endpoints`` adds those that change the server.
+    an answer unread. ``admin_endpoints`` adds those that change the server. ``prefixes`` are files
+    whose prompts are registered at the start.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
     admin_endpoints: bool = False
+    prefixes: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors_origins: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
@@ -174,7 +182,7 @@ class ServerConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        for name in ("served_model_names", "api_keys", "cors_origins"):
+        for name in ("served_model_names", "api_keys", "cors_origins", "prefixes"):
             values = getattr(self, name)
             if isinstance(values, str) or not all(isinstance(v, str) and v for v in values):
                 raise ConfigError(f"{name} must hold non-empty texts")

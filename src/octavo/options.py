@@ -70,7 +70,22 @@ MaxModelLen = Annotated[
     ),
 ]
 MaxNumSeqs = Annotated[
-    int, typer.Option(help="Sequences that run at once.", rich_help_panel=_ENGINE)
+    int | None,
+    typer.Option(
+        help="Sequences that run at once [default: 64 on a CPU, 1024 on a GPU].",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        help="The same tokens whatever runs beside a request, to the last bit, at a cost in speed.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(help="cpu, cuda, or auto: a GPU where there is one.", rich_help_panel=_ENGINE),
 ]
 MaxNumBatchedTokens = Annotated[
     int | None,

@@ -44,6 +44,7 @@ def options(model: Path, **changes: Any) -> dict[str, Any]:
     """Small, single-threaded and exact, unless ``changes`` say otherwise."""
     base: dict[str, Any] = {
         "model": str(model),
+        "device": "cpu",
         "dtype": "float32",
         "threads": 1,
         "max_num_seqs": 4,

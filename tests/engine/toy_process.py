@@ -3,7 +3,8 @@
 The model's name says how it behaves: ``toy``; ``toy-slow`` takes its time;
 ``toy-refuses``, ``toy-raises`` and ``toy-crashes`` fail to start; ``toy-bug`` raises something
 unforeseen in its third step; ``toy-fails-step`` fails its second step; ``toy-hangs`` hangs in its
-third until it gets SIGUSR1. Of a path only the last part counts.
+third until it gets SIGUSR1; ``toy-caches`` caches prefixes, ``toy-caches-slow`` takes its time
+with that. Of a path only the last part counts.
 """
 
 from __future__ import annotations
@@ -58,7 +59,12 @@ class HangingExecutor(WideSeedExecutor):
         return super().collect()
 
 
-EXECUTORS = {"toy-bug": BuggyExecutor, "toy-slow": SlowExecutor, "toy-hangs": HangingExecutor}
+EXECUTORS = {
+    "toy-bug": BuggyExecutor,
+    "toy-slow": SlowExecutor,
+    "toy-caches-slow": SlowExecutor,
+    "toy-hangs": HangingExecutor,
+}
 
 
 def toy_report(core: EngineCore, model: str = "toy") -> EngineReport:
@@ -94,18 +100,24 @@ def build(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     if model == "toy-raises":
         raise OSError("the disk is on fire")
     max_model_len = config.max_model_len or 512
+    max_num_seqs = config.max_num_seqs or 64
     kind = EXECUTORS.get(model, WideSeedExecutor)
-    executor = kind(NUM_BLOCKS, config.block_size, config.max_num_seqs)
+    executor = kind(NUM_BLOCKS, config.block_size, max_num_seqs)
     if model == "toy-fails-step":
         executor.fail_steps.add(2)
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max(64, config.max_num_seqs),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(64, max_num_seqs),
             max_model_len=max_model_len,
             max_queued_requests=config.max_queued_requests,
         ),
-        PagedManager(NUM_BLOCKS, config.block_size, config.max_num_seqs),
+        PagedManager(
+            NUM_BLOCKS,
+            config.block_size,
+            max_num_seqs,
+            prefix_caching=model.startswith("toy-caches"),
+        ),
     )
     core = EngineCore(scheduler, executor, config.depth or 1)
     return core, toy_report(core, model)

@@ -269,6 +269,76 @@ def test_resetting_forgets_everything_that_is_cached() -> None:
     assert run(paged, 0, tokens) == 0
 
 
+def test_pinned_blocks_outlive_pressure_and_resets() -> None:
+    paged = caching(num_blocks=7)
+    tokens = list(range(10))
+    assert paged.pin(as_ids(tokens)) is None, "nothing is cached yet"
+    run(paged, 0, tokens)
+    assert paged.num_to_pin(as_ids(tokens)) == 2
+    pinned = paged.pin(as_ids(tokens))
+    assert pinned is not None
+    assert len(pinned) == paged.num_pinned_blocks == 2
+    assert paged.num_to_pin(as_ids(tokens)) == 0
+    usage = paged.usage()
+    assert (usage.live, usage.cached, usage.free) == (0, 8, 16)
+    assert not paged.can_never_fit(4)
+    assert paged.can_never_fit(5)
+    assert paged.admit(1, as_ids(range(100, 120))) is None
+    assert paged.admit(1, as_ids(range(100, 116))) is not None, "all that is left"
+    paged.check()
+    paged.free(1)
+    paged.reset_prefix_cache()
+    assert run(paged, 0, tokens) == 8
+    paged.unpin(pinned)
+    assert paged.num_free_blocks == 6
+    assert run(paged, 0, tokens) == 8, "cached like any other"
+    paged.admit(1, as_ids(range(100, 124)))
+    paged.free(1)
+    assert run(paged, 0, tokens) == 0, "and evicted like any other"
+
+
+def test_prefixes_that_begin_alike_share_pinned_blocks() -> None:
+    paged = caching()
+    story, other = list(range(8)), [*range(4), 90, 91, 92, 93]
+    run(paged, 0, story)
+    run(paged, 0, other)
+    first, second = paged.pin(as_ids(story)), paged.pin(as_ids(other))
+    assert first is not None
+    assert second is not None
+    assert first[0] == second[0]
+    assert paged.num_pinned_blocks == 3
+    assert paged.usage().cached == 12
+    paged.unpin(first)
+    assert paged.num_pinned_blocks == 2
+    paged.check()
+    paged.unpin(second)
+    assert paged.num_pinned_blocks == 0
+    paged.check()
+
+
+def test_pins_keep_tenants_apart_and_need_a_cache() -> None:
+    paged = caching()
+    run(paged, 0, list(range(9)), b"a")
+    assert paged.pin(as_ids(range(9)), salt=b"b") is None
+    assert paged.pin(as_ids(range(9)), salt=b"a") is not None
+    plain = manager()
+    plain.admit(0, as_ids(range(9)))
+    plain.publish(0, as_ids(range(9)))
+    assert plain.pin(as_ids(range(9))) is None
+    assert plain.pin(as_ids([1])) is None
+
+
+def test_without_use_cache_nothing_is_hit_or_published() -> None:
+    paged = caching()
+    tokens = list(range(9))
+    run(paged, 0, tokens)
+    admission = paged.admit(1, as_ids(tokens), use_cache=False)
+    assert admission is not None
+    assert admission.num_cached_tokens == 0
+    assert paged.publish(1, as_ids(tokens)) == []
+    paged.check()
+
+
 def swapping(num_host_blocks: int = 8) -> PagedManager:
     return PagedManager(9, SIZE, 4, num_host_blocks=num_host_blocks)
 
@@ -391,6 +461,7 @@ class PagedMachine(RuleBasedStateMachine):
         self.salts: dict[int, bytes] = {}
         self.tables: dict[int, dict[int, int]] = {}
         self.outstanding: list[tuple[KVCommand, ...]] = []
+        self.pins: list[tuple[list[int], bytes, tuple[int, ...]]] = []
         self.counter = 0
 
     def fresh(self, count: int) -> list[int]:
@@ -401,6 +472,7 @@ class PagedMachine(RuleBasedStateMachine):
         for position in range(start, len(self.model[row])):
             block_id = self.tables[row][position // SIZE]
             owners = sum(block_id in table.values() for table in self.tables.values())
+            owners += sum(block_id in block_ids for _, _, block_ids in self.pins)
             assert owners == 1, "a shared block is written"
             self.arena[block_id, position % SIZE] = self.model[row][position]
 
@@ -441,6 +513,13 @@ class PagedMachine(RuleBasedStateMachine):
             cached = admitted.num_cached_tokens
             assert cached < len(tokens)
             assert cached % SIZE == 0
+            for pinned, pin_salt, _ in self.pins:
+                if salt == pin_salt:
+                    alike = next(
+                        (i for i, (a, b) in enumerate(zip(pinned, tokens, strict=False)) if a != b),
+                        min(len(pinned), len(tokens) - 1),
+                    )
+                    assert cached >= alike // SIZE * SIZE, "a pinned prefix is not hit"
             self.model[row] = tokens
             self.salts[row] = salt
             self.tables[row] = dict(enumerate(self.paged.block_ids(row).tolist()))
@@ -460,7 +539,30 @@ class PagedMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpublish(self, data: st.DataObject) -> None:
         row = data.draw(st.sampled_from(sorted(self.model)))
-        self.paged.unpublish(self.tables[row].values())
+        # What is pinned was computed: nobody takes it back.
+        pinned = {block_id for _, _, block_ids in self.pins for block_id in block_ids}
+        self.paged.unpublish(set(self.tables[row].values()) - pinned)
+
+    @precondition(lambda self: bool(self.model))
+    @rule(data=st.data(), length=st.integers(0, 16))
+    def pin(self, data: st.DataObject, length: int) -> None:
+        row = data.draw(st.sampled_from(sorted(self.model)))
+        tokens, salt = self.model[row][:length], self.salts[row]
+        num_new = self.paged.num_to_pin(as_ids(tokens), salt=salt)
+        before = self.paged.num_pinned_blocks
+        block_ids = self.paged.pin(as_ids(tokens), salt=salt)
+        if block_ids is None:
+            assert self.paged.num_pinned_blocks == before
+            return
+        assert self.paged.num_pinned_blocks == before + num_new
+        self.pins.append((tokens[: len(block_ids) * SIZE], salt, block_ids))
+        assert len(self.pins[-1][0]) == len(tokens) // SIZE * SIZE
+
+    @precondition(lambda self: bool(self.pins))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.pins) - 1))
+        self.paged.unpin(self.pins.pop(index)[2])
 
     @precondition(lambda self: bool(self.model))
     @rule(data=st.data())
@@ -501,7 +603,10 @@ class PagedMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.paged.reset_prefix_cache()
-        assert self.paged.usage().cached == 0
+        pinned = {block_id for _, _, block_ids in self.pins for block_id in block_ids}
+        used = {block_id for table in self.tables.values() for block_id in table.values()}
+        assert self.paged.usage().cached <= len(pinned) * SIZE
+        assert self.paged.usage().cached >= len(pinned - used) * SIZE
 
     @precondition(lambda self: bool(self.model))
     @rule(data=st.data(), count=st.integers(1, 6))
@@ -553,7 +658,15 @@ class PagedMachine(RuleBasedStateMachine):
             assert read == tokens
             assert list(self.tables[row].values()) == self.paged.block_ids(row).tolist()
 
+    @invariant()
+    def pinned_blocks_keep_their_tokens(self) -> None:
+        for tokens, _, block_ids in self.pins:
+            assert self.arena[list(block_ids)].ravel().tolist() == tokens
+
     def teardown(self) -> None:
+        while self.pins:
+            self.paged.unpin(self.pins.pop()[2])
+        assert self.paged.num_pinned_blocks == 0
         for row in list(self.model):
             self.paged.free(row)
         self.obey()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.core.request import BeamResult, Finished, Request
+from octavo.core.request import BeamResult, Finished, RegisteredPrefix, Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.memory.paged import PagedManager
@@ -23,6 +23,7 @@ def request(
     stops: tuple[int, ...] = (),
     salt: bytes = b"",
     n: int = 1,
+    pins_prefix: bool = False,
 ) -> Request:
     return Request(
         number=number,
@@ -33,6 +34,7 @@ def request(
         stop_token_ids=stops,
         cache_salt=salt,
         n=n,
+        pins_prefix=pins_prefix,
     )
 
 
@@ -100,6 +102,7 @@ class Harness:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finished] = {}
         self.beams: dict[int, BeamResult] = {}
+        self.prefixes: dict[int, RegisteredPrefix] = {}
 
     def add(self, *requests: Request) -> None:
         for item in requests:
@@ -113,6 +116,7 @@ class Harness:
             assert number not in self.finished, "a token after the end"
             assert token != POISON, "a token made of what a failed step left behind"
             self.tokens[number].append(token)
+        self.prefixes |= {prefix.number: prefix for prefix in outputs.prefixes}
         for beam in outputs.beams:
             assert not self.tokens[beam.number], "a beam comes once"
             self.tokens[beam.number] = beam.token_ids.tolist()
@@ -129,7 +133,8 @@ class Harness:
                 break
             self.step()
         assert not self.core.has_work, "the engine did not finish"
-        assert self.manager.num_free_blocks == self.manager.num_usable_blocks
+        num_kept = self.manager.num_pinned_blocks
+        assert self.manager.num_free_blocks == self.manager.num_usable_blocks - num_kept
         assert self.scheduler.rows.num_used == 0
         space = self.manager.swap_space
         assert space.num_free == space.num_blocks, "host blocks are left behind"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -87,6 +89,30 @@ def test_counts_of_two_choices_a_refusal_and_a_stop_are_exact(server: TinyServer
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's prometheus has promtool")
+def test_auto_says_which_way_it_chose(tiny_model: Path) -> None:
+    """Requests that do not fit together: each preemption is counted under the way it took."""
+    server = TinyServer(
+        tiny_model,
+        engine={"max_num_seqs": 4, "kv_memory": "256KiB", "max_model_len": 256}
+        | {"preemption": "auto", "swap_memory": "1MiB"},
+    )
+    try:
+        url = f"{server.wait_ready().url}/v1/completions"
+        body = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+        with ThreadPoolExecutor(4) as pool:
+            bodies = [body | {"prompt": [5 + n] * 40} for n in range(4)]
+            answers = list(pool.map(lambda b: httpx.post(url, json=b, timeout=60), bodies))
+        assert [answer.status_code for answer in answers] == [200] * 4
+        metrics = server.wait_idle()
+        ways = [
+            metrics[f'octavo_preemptions_by_way_total{{way="{way}"}}']
+            for way in ("recompute", "swap")
+        ]
+        assert sum(ways) == metrics["octavo_num_preemptions_total"] > 0
+    finally:
+        server.stop()
+
+
 def test_promtool_finds_nothing(server: TinyServer) -> None:
     page = httpx.get(f"{server.url}/metrics").text
     found = subprocess.run(

@@ -25,7 +25,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     options = (
         "--host ::1 --port 9 --served-model-name a --served-model-name * --cors-origin https://x "
         "--drain-timeout 1 --stall-timeout 2 --client-timeout 3 --max-request-bytes 4096 "
-        "--max-connections 5 --log-format json --log-level debug"
+        "--max-connections 5 --log-format json --log-level debug --prefix a.txt --prefix b.json"
     )
     expected = ServerConfig(
         host="::1",
@@ -40,6 +40,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         max_connections=5,
         log_format="json",
         log_level="debug",
+        prefixes=("a.txt", "b.json"),
     )
     runner = CliRunner()
     result = runner.invoke(app, ["serve", "model", *options.split()])
@@ -56,6 +57,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         ("served_model_names", ("",)),
         ("api_keys", (1,)),
         ("cors_origins", ("",)),
+        ("prefixes", ("",)),
         ("stall_timeout_s", 0.0),
         ("client_timeout_s", float("nan")),
         ("drain_timeout_s", 1e9),

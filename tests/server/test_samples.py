@@ -52,9 +52,10 @@ def test_a_salt_keeps_tenants_apart(own: TinyServer) -> None:
         for salt in ("a", "b", "a")
     ]
     assert found == [0, 0, 48]
-    for bad in ("", "x" * 257):
-        with pytest.raises(BadRequestError, match="cache_salt"):
+    for bad in ("", "x" * 257, 7, ["a"], {}):
+        with pytest.raises(BadRequestError, match="cache_salt") as caught:
             complete(_client(own), prompt, extra_body={"cache_salt": bad})
+        assert caught.value.param == "cache_salt"
 
 
 def test_the_cache_can_be_reset_where_that_is_enabled(own: TinyServer, server: TinyServer) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from octavo import options
+from octavo.bench import gpu_commands
 from octavo.config import DEFAULT_MODEL
 from octavo.options import DEFAULTS
 from octavo.terminal import print_json, readable_errors
@@ -14,6 +16,8 @@ from octavo.terminal import print_json, readable_errors
 bench_app = typer.Typer(
     help="Measure, and print each figure beside its goal.", no_args_is_help=True
 )
+
+gpu_commands.add_to(bench_app)
 
 _WORK = "Workload"
 Trace = Annotated[
@@ -104,6 +108,51 @@ def quality(model: options.Model = DEFAULT_MODEL, as_json: options.AsJSON = Fals
         typer.echo(quality.table(figures))
 
 
+@bench_app.command("sharing")
+def sharing(
+    model: options.Model = DEFAULT_MODEL,
+    policy_only: Annotated[
+        bool, typer.Option("--policy-only", help="Run no model: savings of the policy alone.")
+    ] = False,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="Lengths instead of ShareGPT's; see bench throughput."),
+    ] = None,
+    num_requests: NumRequests = 1000,
+    model_requests: Annotated[
+        int, typer.Option(help="Requests that the model runs as beam searches.")
+    ] = 16,
+    rounds: Annotated[int, typer.Option(help="Rounds with a shared prefix.")] = 3,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the savings (needs the extra plots).")
+    ] = None,
+    threads: options.Threads = 1,
+    seed: Seed = 0,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Blocks that samples and beams share, and what a prefix in common saves."""
+    with readable_errors():
+        from octavo.bench import sharing
+
+        if plot is not None:
+            sharing.require_plots()
+        report = sharing.run(
+            None if policy_only else model,
+            trace=trace,
+            num_requests=num_requests,
+            model_requests=model_requests,
+            rounds=rounds,
+            threads=threads,
+            seed=seed,
+        )
+        if plot is not None:
+            sharing.plot(report, plot)
+        if as_json:
+            print_json(report)
+            return
+        typer.echo(sharing.table(report))
+
+
 @bench_app.command("throughput")
 def throughput(
     model: options.Model = DEFAULT_MODEL,
@@ -121,6 +170,8 @@ def throughput(
     max_num_seqs: options.MaxNumSeqs = DEFAULTS.max_num_seqs,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     threads: options.Threads = None,
+    device: options.Device = DEFAULTS.device,
+    deterministic: options.Deterministic = DEFAULTS.deterministic,
     depth: options.Depth = None,
     as_json: options.AsJSON = False,
 ) -> None:
@@ -140,6 +191,8 @@ def throughput(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             threads=threads,
+            device=device,
+            deterministic=deterministic,
             depth=depth,
         ) as llm:
             items = make_workload(
@@ -175,6 +228,7 @@ def latency(
     dtype: options.Dtype = DEFAULTS.dtype,
     weights: options.Weights = DEFAULTS.weights,
     threads: options.Threads = None,
+    device: options.Device = DEFAULTS.device,
     depth: options.Depth = None,
     as_json: options.AsJSON = False,
 ) -> None:
@@ -195,6 +249,7 @@ def latency(
             max_num_seqs=max(batch_size, 1),
             prefix_caching=False,  # every round runs the same prompts
             threads=threads,
+            device=device,
             depth=depth,
         ) as llm:
             report = latency(llm, items, rounds=max(rounds, 1), warmups=warmups, seed=seed)

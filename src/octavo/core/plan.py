@@ -35,13 +35,23 @@ _EMPTY.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PrefixGroup:
+    """Rows whose first ``num_tokens`` tokens lie in the same blocks, so that they may be read once
+    for all. ``places`` are theirs among a batch's rows."""
+
+    places: IntArray
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """The rows that run in a step.
 
     ``rows`` and ``num_scheduled_tokens`` are ``[n]``: row ``rows[i]`` computes that many tokens
     from its position on. ``samples[i]`` says whether the row catches up with its known tokens, so
     that a token is sampled from its last one; a prefill chunk that ends earlier samples nothing.
-    ``num_tokens`` is their sum; ``sampled_rows`` is ``rows[samples]``.
+    ``num_tokens`` is their sum; ``sampled_rows`` is ``rows[samples]``. ``prefix_groups`` may tell
+    which rows begin alike (None: nobody looked); they hold for as long as the batch does.
     """
 
     rows: IntArray
@@ -49,6 +59,7 @@ class Batch:
     samples: BoolArray
     sampled_rows: IntArray
     num_tokens: int
+    prefix_groups: tuple[PrefixGroup, ...] | None = None
 
     @classmethod
     def decode(cls, rows: IntArray) -> Batch:
@@ -279,9 +290,9 @@ class KVUsage:
     """An exact split of the pool, in token slots: the parts sum to ``capacity``.
 
     ``live`` slots hold a token's keys and values (a shared block counts once), ``cached`` ones
-    hold a prefix that nobody references, ``reserved`` ones are kept for tokens that are known but
-    not computed yet, ``internal_waste`` is the unused rest of allocated blocks, ``external_waste``
-    is free but cannot be allocated, ``free`` is the rest.
+    hold a prefix that no sequence references, pinned or not, ``reserved`` ones are kept for tokens
+    that are known but not computed yet, ``internal_waste`` is the unused rest of allocated blocks,
+    ``external_waste`` is free but cannot be allocated, ``free`` is the rest.
     """
 
     capacity: int

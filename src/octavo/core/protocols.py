@@ -12,6 +12,7 @@ from octavo.core.plan import (
     KVCapacity,
     KVCommand,
     KVUsage,
+    PrefixGroup,
     StepPlan,
     StepResult,
 )
@@ -48,15 +49,27 @@ class KVManager(Protocol):
     @property
     def num_usable_blocks(self) -> int: ...
 
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that `pin` keeps, each counted once."""
+
     def can_never_fit(self, num_blocks: int) -> bool:
-        """Whether the pool has fewer blocks than ``num_blocks`` even when it is empty."""
+        """Whether the pool has fewer blocks than ``num_blocks`` beside the pinned ones, even when
+        nothing runs."""
 
     def admit(
-        self, row: int, token_ids: IntArray, *, reserve: int = 0, salt: bytes = b""
+        self,
+        row: int,
+        token_ids: IntArray,
+        *,
+        reserve: int = 0,
+        salt: bytes = b"",
+        use_cache: bool = True,
     ) -> Admission | None:
         """Take blocks for all of ``token_ids``, cached prefix first, leaving ``reserve`` free.
 
-        Only blocks published under the same ``salt`` are shared. None means not now.
+        Only blocks published under the same ``salt`` are shared. Without ``use_cache`` nothing is
+        hit, and `publish` does nothing for the row. None means not now.
         """
 
     def publish(self, row: int, token_ids: IntArray) -> list[int]:
@@ -67,7 +80,20 @@ class KVManager(Protocol):
         """Take blocks back out of the cache: what they should hold was never computed."""
 
     def reset_prefix_cache(self) -> None:
-        """Forget what is cached. Sequences that run keep their blocks."""
+        """Forget what is cached but not pinned. Sequences that run keep their blocks."""
+
+    def pin(self, token_ids: IntArray, *, salt: bytes = b"") -> tuple[int, ...] | None:
+        """Keep the cached full blocks of ``token_ids`` until `unpin`: one more reference to each.
+
+        Returns:
+            The blocks. None and no change when not all of them are in the cache.
+        """
+
+    def unpin(self, block_ids: Iterable[int]) -> None:
+        """Give back what one `pin` returned: cached blocks like others, the tail evicted first."""
+
+    def num_to_pin(self, token_ids: IntArray, *, salt: bytes = b"") -> int:
+        """How many full blocks of ``token_ids`` are not pinned yet."""
 
     def grow(self, row: int, num_tokens: int, *, reserve: int = 0) -> bool:
         """Make positions below ``num_tokens`` writable, leaving ``reserve`` blocks free; False
@@ -106,6 +132,9 @@ class KVManager(Protocol):
 
     def block_ids(self, row: int) -> IntArray:
         """The row's block table, as it is now."""
+
+    def prefix_groups(self, rows: IntArray, num_computed: IntArray) -> tuple[PrefixGroup, ...]:
+        """Which of ``rows``, of so many computed tokens each, begin with the same full blocks."""
 
     def drain(self) -> Drained:
         """Commands and table changes since the last call. Tables of rows admitted or forked in

@@ -43,7 +43,8 @@ class Request:
     beam search) the best beams, best first. The numbers up to ``number + num_sequences - 1`` are
     its own. ``max_tokens`` and ``seed`` are resolved (never None). Only requests of the same
     ``cache_salt`` share cached prefixes. ``stop_token_ids`` joins the model's end-of-sequence ids,
-    unless ignored, and the client's own.
+    unless ignored, and the client's own. With ``pins_prefix`` the prompt's full blocks stay in the
+    cache from its end on (see `RegisteredPrefix`).
     """
 
     number: int
@@ -55,6 +56,7 @@ class Request:
     cache_salt: bytes = b""
     n: int = 1
     beam_width: int = 0
+    pins_prefix: bool = False
 
     @property
     def num_sequences(self) -> int:
@@ -108,10 +110,23 @@ class BeamResult:
     logprobs: TokenScores | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RegisteredPrefix:
+    """How a request that ``pins_prefix`` came out, told with its `Finished`: the first
+    ``num_pinned_tokens`` of its ``num_tokens``, those of full blocks, stay in the cache until the
+    prefix ``number`` is dropped; or ``error`` says why nothing was pinned."""
+
+    number: int
+    num_tokens: int
+    num_pinned_tokens: int = 0
+    error: str | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutputs:
     """What a step brought: ``token_ids[i]`` is the next token of request ``numbers[i]``; requests
-    with beam search get ``beams``, all tokens at once, with their end.
+    with beam search get ``beams``, all tokens at once, with their end; ``prefixes`` are of those
+    that pin theirs.
 
     ``logprobs`` and ``prompt_logprobs`` are for the requests that asked. A prompt's come in pieces,
     the last with the first token; of a request with samples, its first sample gets them.
@@ -123,6 +138,7 @@ class StepOutputs:
     logprobs: StepLogprobs | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     beams: tuple[BeamResult, ...] = ()
+    prefixes: tuple[RegisteredPrefix, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -31,6 +31,7 @@ from octavo.engine.messages import (
     Abort,
     AddRequest,
     Died,
+    DropPrefix,
     FromEngine,
     Ready,
     Rejected,
@@ -43,6 +44,7 @@ from octavo.engine.messages import (
     encode,
 )
 from octavo.engine.outstanding import Outstanding
+from octavo.engine.prefixes import PREFIX_PARAMS, Prefix, PrefixTable, limits_beside
 from octavo.engine.report import EngineReport, EngineStats
 from octavo.engine.stream import Observer, RequestStream
 from octavo.scheduling.admission import Limits
@@ -81,6 +83,7 @@ class AsyncEngine:
         self.error: str | None = None
         self._loop = asyncio.get_running_loop()
         self._outstanding = Outstanding()
+        self._prefixes = PrefixTable(self._send_drop)
         self._next_number = 0
         # Since when the engine owes news, of a step or of being idle.
         self._owed_since_s: float | None = None
@@ -200,12 +203,17 @@ class AsyncEngine:
         """``n`` samples over one prefill, a stream each, with seeds that count up; or the ``n``
         best of a beam search, best first, each of which comes whole at the end. Raises as
         `submit`."""
+        self._check_alive()
+        return self._submit(self.resolve(prompt_token_ids, params, n, cache_salt))
+
+    def _check_alive(self) -> None:
         if self.error is not None:
             raise EngineDeadError(_headline(self.error))
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down")
-        request = self.resolve(prompt_token_ids, params, n, cache_salt)
-        if self.num_outstanding + n > self.max_outstanding:
+
+    def _submit(self, request: Request) -> list[RequestStream]:
+        if self.num_outstanding + request.n > self.max_outstanding:
             raise QueueFullError(
                 f"{self.num_outstanding} requests run or wait already (max_num_seqs + "
                 f"max_queued_requests = {self.max_outstanding}); try again later"
@@ -235,9 +243,38 @@ class AsyncEngine:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes; requests under way keep their blocks."""
+        """Forget cached prefixes but the registered; requests under way keep their blocks."""
         if self.error is None and not self._is_closing:
             self._send(ResetPrefixCache())
+
+    async def register_prefix(
+        self, prompt_token_ids: Sequence[int], cache_salt: str = ""
+    ) -> Prefix:
+        """Compute a prompt and keep its full blocks in the prefix cache until `drop_prefix`.
+
+        Raises:
+            RequestError: it cannot be kept; the message says why. Else as `submit`.
+        """
+        self._check_alive()
+        request = self.resolve(prompt_token_ids, PREFIX_PARAMS, 1, cache_salt)
+        with self._prefixes.expecting(request.number) as take:
+            (stream,) = self._submit(replace(request, pins_prefix=True))
+            async with stream:
+                async for _ in stream:
+                    pass
+            return take()
+
+    def prefixes(self) -> list[Prefix]:
+        """The registered prefixes, in the order of registration."""
+        return self._prefixes.listed()
+
+    def drop_prefix(self, prefix_id: str) -> bool:
+        """Stop keeping a prefix, whose blocks stay cached like others; False: there is none."""
+        return self._prefixes.remove(prefix_id)
+
+    def _send_drop(self, number: int) -> None:
+        if self.error is None and self._stopping is None:
+            self._send(DropPrefix(number))
 
     async def close(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let those under way end for at most ``drain_timeout_s``, stop the
@@ -285,7 +322,13 @@ class AsyncEngine:
 
     def _digest_step(self, message: StepMessage) -> None:
         if message.stats is not None:
+            if message.stats.num_pinned_blocks != self.stats.num_pinned_blocks:
+                self.limits = limits_beside(
+                    self.limits, self.report, message.stats.num_pinned_blocks
+                )
             self.stats = message.stats
+        for result in message.prefixes:
+            self._prefixes.receive(result)
         now = time.monotonic()
         given_up = self._outstanding.digest(message, now)
         has_work = bool(self.num_outstanding or self.stats.num_running or self.stats.num_waiting)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
@@ -15,7 +13,9 @@ from octavo.config import EngineConfig
 from octavo.core.request import Request, RequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.completion import Completion, RequestOutput
+from octavo.engine.interrupts import interrupts_between_steps
 from octavo.engine.logprobs import step_logprobs
+from octavo.engine.prefixes import PREFIX_PARAMS, limits_beside, prefix_number, register
 from octavo.engine.turn import Turn
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class LLM:
             try:
                 while not output.is_done:
                     self._check_open()
-                    with _interrupts_between_steps() as raise_interrupt:
+                    with interrupts_between_steps() as raise_interrupt:
                         self._step({request.number: output})
                         raise_interrupt()
                     if text := output.take_text():
@@ -135,9 +135,49 @@ class LLM:
                     raise RequestError(output.error)
             finally:
                 self._core.scheduler.abort(request.number)
-                with _interrupts_between_steps():
+                with interrupts_between_steps():
                     while self._core.has_work and not self._is_closed:
                         self._core.step()
+
+    def register_prefix(self, prefix: Prompt | Sequence[Message]) -> str:
+        """Compute what prompts begin with (a text, token ids, or the first messages of
+        conversations) and keep its full blocks in the prefix cache, whatever else runs.
+
+        Returns:
+            An id for `drop_prefix`.
+
+        Raises:
+            RequestError: it is shorter than a block, the pool has no room to keep it, or the engine
+                caches no prefixes.
+        """
+        if not isinstance(prefix, str) and len(prefix) and isinstance(prefix[0], Mapping):
+            token_ids: Sequence[int] = self._render(prefix, is_question=False)  # type: ignore[arg-type]
+        else:
+            token_ids = self._encode(prefix)  # type: ignore[arg-type]
+        with self._turn.taken():
+            self._check_open()
+            request = replace(self._resolve(token_ids, PREFIX_PARAMS), pins_prefix=True)
+            with interrupts_between_steps() as raise_interrupt:
+                registered = register(self._core, request, raise_interrupt)
+            self._update_limits()
+        return registered.id
+
+    def drop_prefix(self, prefix_id: str) -> bool:
+        """Stop keeping a prefix, whose blocks stay cached like others; False: there is none."""
+        number = prefix_number(prefix_id)
+        with self._turn.taken():
+            was_there = number is not None and self._core.scheduler.drop_prefix(number)
+            self._update_limits()
+        return was_there
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes but the registered."""
+        with self._turn.taken():
+            self._core.scheduler.reset_prefix_cache()
+
+    def _update_limits(self) -> None:
+        num_pinned = self._core.scheduler.manager.num_pinned_blocks
+        self._limits = limits_beside(self._limits, self.report, num_pinned)
 
     def close(self) -> None:
         """Stop the engine and release its memory. Safe to call twice."""
@@ -154,8 +194,8 @@ class LLM:
         if self._is_closed:
             raise RuntimeError("this LLM is closed; make a new one")
 
-    def _render(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation's prompt, ready for the answer."""
+    def _render(self, messages: Sequence[Message], is_question: bool = True) -> list[int]:
+        """A conversation's prompt, ready for the answer where it ``is_question``."""
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use generate with a plain prompt")
         if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
@@ -163,7 +203,9 @@ class LLM:
                 "messages must be a list of objects with role and content, such as "
                 '[{"role": "user", "content": "Hi"}]'
             )
-        text = self.tokenizer.chat_template.render([dict(message) for message in messages])
+        text = self.tokenizer.chat_template.render(
+            [dict(message) for message in messages], add_generation_prompt=is_question
+        )
         return self._encoded(text, add_special_tokens=False)
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
@@ -212,7 +254,7 @@ class LLM:
         scheduler = self._core.scheduler
         with (
             _progress_bar(len(outputs), progress) as advance,
-            _interrupts_between_steps() as raise_interrupt,
+            interrupts_between_steps() as raise_interrupt,
         ):
             try:
                 while backlog is not None or self._core.has_work:
@@ -303,6 +345,9 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     """A list of whole numbers; whether they are in the vocabulary is checked later."""
     if not hasattr(prompt, "__len__"):
         raise RequestError(f"a prompt must be a text or a list of token ids, got {prompt!r}")
+    kinds = set(map(type, prompt))
+    if kinds == {int} and isinstance(prompt, list):
+        return prompt  # long prompts are not looked at one by one
     for item in prompt:
         if isinstance(item, bool) or not isinstance(item, Integral):
             raise RequestError(f"a token id must be an integer, got {item!r}")
@@ -321,32 +366,6 @@ def _params_for(
     if len(params) != len(items):
         raise RequestError(f"{len(items)} prompts but {len(params)} sampling parameters")
     return params
-
-
-@contextmanager
-def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Ctrl-C raises at the call that this yields, where the engine's state is whole, and not in
-    the middle of a step. A second one raises at once. Handlers of the program's own are left."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield lambda: None
-        return
-    was_interrupted = False
-
-    def note(*_: object) -> None:
-        nonlocal was_interrupted
-        was_interrupted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def raise_interrupt() -> None:
-        if was_interrupted:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield raise_interrupt
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

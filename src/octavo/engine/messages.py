@@ -18,6 +18,7 @@ from octavo.core.request import (
     ContextLengthError,
     Finished,
     QueueFullError,
+    RegisteredPrefix,
     Request,
     RequestError,
     StepOutputs,
@@ -84,6 +85,7 @@ class AddRequest(_Message, frozen=True):
     n: int = 1
     cache_salt: bytes = b""
     beam_width: int = 0
+    pins_prefix: bool = False
 
     @classmethod
     def of(cls, request: Request) -> AddRequest:
@@ -99,6 +101,7 @@ class AddRequest(_Message, frozen=True):
             request.n,
             request.cache_salt,
             request.beam_width,
+            request.pins_prefix,
         )
 
     def request(self, limits: Limits) -> Request:
@@ -131,6 +134,8 @@ class AddRequest(_Message, frozen=True):
         if self.beam_width < 0 or bool(self.beam_width) != params.use_beam_search:
             raise RequestError(f"beam_width {self.beam_width} is out of range")
         check_beams(self.beam_width, self.n, stops, limits)
+        if self.pins_prefix and self.n > 1:
+            raise RequestError("a prefix is registered by a request of one sample")
         return Request(
             number=self.number,
             prompt_token_ids=prompt,
@@ -141,6 +146,7 @@ class AddRequest(_Message, frozen=True):
             cache_salt=self.cache_salt,
             n=self.n,
             beam_width=self.beam_width,
+            pins_prefix=self.pins_prefix,
         )
 
 
@@ -151,14 +157,20 @@ class Abort(_Message, frozen=True):
 
 
 class ResetPrefixCache(_Message, frozen=True):
-    """Forget what the prefix cache holds."""
+    """Forget what the prefix cache holds, but for registered prefixes."""
+
+
+class DropPrefix(_Message, frozen=True):
+    """Stop keeping the prefix of request ``number``; one that is gone is ignored."""
+
+    number: int
 
 
 class Shutdown(_Message, frozen=True):
     """Stop now and exit."""
 
 
-ToEngine: TypeAlias = AddRequest | Abort | ResetPrefixCache | Shutdown
+ToEngine: TypeAlias = AddRequest | Abort | ResetPrefixCache | DropPrefix | Shutdown
 
 
 # ── engine to front end ──────────────────────────────────────────────────────────────────────────
@@ -181,7 +193,7 @@ class StepMessage(_Message, frozen=True):
 
     ``started`` pairs requests that this step ran for the first time with the seconds that they had
     waited in the engine. ``logprobs`` and ``prompt_logprobs`` are for the requests that asked,
-    ``beams`` the results of searches that have ended.
+    ``beams`` the results of searches that have ended, ``prefixes`` of requests that pin theirs.
     """
 
     numbers: bytes
@@ -192,6 +204,7 @@ class StepMessage(_Message, frozen=True):
     logprobs: WireLogprobs | None = None
     prompt_logprobs: tuple[WirePrompt, ...] = ()
     beams: tuple[WireBeam, ...] = ()
+    prefixes: tuple[RegisteredPrefix, ...] = ()
 
     @classmethod
     def of(
@@ -209,6 +222,7 @@ class StepMessage(_Message, frozen=True):
             None if outputs.logprobs is None else WireLogprobs.of(outputs.logprobs),
             tuple([WirePrompt.of(piece) for piece in outputs.prompt_logprobs]),
             tuple([WireBeam.of(beam) for beam in outputs.beams]),
+            outputs.prefixes,
         )
 
     @staticmethod
@@ -232,6 +246,7 @@ class StepMessage(_Message, frozen=True):
             None if self.logprobs is None else self.logprobs.logprobs(),
             tuple([piece.piece() for piece in self.prompt_logprobs]),
             tuple([beam.beam() for beam in self.beams]),
+            self.prefixes,
         )
 
     def tokens(self) -> zip[tuple[int, int]]:

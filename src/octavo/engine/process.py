@@ -30,6 +30,7 @@ from octavo.engine.messages import (
     Abort,
     AddRequest,
     Died,
+    DropPrefix,
     FromEngine,
     Ready,
     Rejected,
@@ -103,7 +104,8 @@ class EngineLoop:
         started = self._started(planned_s) if self._arrived_s else ()
         stats = None
         now = self._clock()
-        if now >= self._stats_due or not self._core.has_work:
+        # What is pinned bounds what the front end may let in.
+        if now >= self._stats_due or not self._core.has_work or outputs.prefixes:
             self._stats_due = now + STATS_INTERVAL_S
             self._sent_stats = stats = self._stats()
         if stats is not None or started or not outputs.is_empty:
@@ -156,6 +158,8 @@ class EngineLoop:
                     self._abort(number)
             elif isinstance(message, ResetPrefixCache):
                 self._core.scheduler.reset_prefix_cache()
+            elif isinstance(message, DropPrefix):
+                self._core.scheduler.drop_prefix(message.number)
             elif isinstance(message, Shutdown):
                 self._is_stopping = True
 
@@ -217,6 +221,7 @@ class EngineLoop:
             num_preemptions=scheduler.num_preemptions,
             num_swaps=scheduler.num_swaps,
             num_steps=self._num_steps,
+            num_pinned_blocks=scheduler.manager.num_pinned_blocks,
         )
 
     def _send_last_stats(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from octavo.core.plan import KVCapacity
@@ -31,6 +31,7 @@ class EngineReport:
     weight_bytes: int
     workspace_bytes: int
     load_s: float
+    start_s: dict[str, float] = field(default_factory=dict)
     sharing: bool = True
 
     @property
@@ -95,6 +96,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_swaps: int = 0
     num_steps: int = 0
+    num_pinned_blocks: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

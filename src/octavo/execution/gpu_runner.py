@@ -74,6 +74,8 @@ class GPURunner:
         capture: bool = True,
     ) -> None:
         self.model = model
+        # Rows that decode would attend in another order than the same tokens in a chunk.
+        self._has_steady = not attention.is_invariant
         self.arena = arena
         self.device = device
         max_blocks = num_blocks_for(max_model_len, arena.layout.block_size)
@@ -215,7 +217,8 @@ class GPURunner:
         and samples the next."""
         batch = plan.batch
         return (
-            batch.num_tokens == len(batch.rows) == len(batch.sampled_rows)
+            self._has_steady
+            and batch.num_tokens == len(batch.rows) == len(batch.sampled_rows)
             and not plan.fan_outs
             and not self._scored
             and bool((starts >= self._num_known[batch.rows] - 1).all())

@@ -21,6 +21,7 @@ from octavo.execution.attention.paged import PagedAttention, PagedStep
 from octavo.execution.device import Device
 from octavo.execution.device_rows import DeviceRows, Staging
 from octavo.execution.kernels.prefill_attention import PrefillTiles, tile_tokens
+from octavo.execution.kernels.prefix_attention import PrefixTiles, tile_rows
 from octavo.execution.kernels.row_state import fill_tokens, gather_rows
 from octavo.execution.kernels.sampling import (
     SampledRows,
@@ -67,13 +68,18 @@ class StepGraphs:
         self.out = torch.zeros(_padded(size), dtype=torch.int32, device=place)
         self._workspace = SamplingWorkspace(_padded(size), place)
         self._order = torch.arange(_padded(size), dtype=torch.int32, device=place)
-        self._decode_rows = Staging(device, _padded(size), depth)
+        # Rows, the tokens of each that a prefix tile covers, and the tiles.
+        self._per_tile = tile_rows(attention.num_heads, num_kv_heads)
+        self._most_tiles = _tile_bucket(2 * size // self._per_tile + 2)
+        num_ints = 2 * _padded(size) + (2 + self._per_tile) * self._most_tiles + _ALIGN
+        self._decode_rows = Staging(device, num_ints, depth)
         self._decode_inputs = torch.zeros(3, _padded(size), dtype=torch.int32, device=place)
         self._head_inputs = Staging(device, 3 * _padded(size), depth)
         most = _token_bucket(max_num_batched_tokens)
         self._forward_inputs = Staging(device, 3 * most + 4 * _padded(most + 64) + 32, depth)
         self._hidden: torch.Tensor | None = None
         self._batch: Batch | None = None
+        self._max_tiles = 0
 
     def decode(self, batch: Batch, longest: int, is_random: bool) -> torch.Tensor:
         """One token of every row: ``[rows, vocab]`` logits, tokens in ``out``. ``longest`` is the
@@ -81,14 +87,60 @@ class StepGraphs:
         count = len(batch.rows)
         size = min(_batch_bucket(count), _padded(self._rows.num_rows))
         if batch is not self._batch:
-            host = self._decode_rows.host()
-            host[:count] = batch.rows
-            host[count:size] = self._rows.num_rows
-            self._decode_rows.send(size)
+            self._max_tiles = self._send_batch(batch, size)
             self._batch = batch
-        is_long = longest > _LONG
-        key = ("decode", size, is_long, is_random)
-        return self._run(key, lambda: self._decode(size, is_long, is_random))[:count]
+        is_long, max_tiles = longest > _LONG, self._max_tiles
+        key = ("decode", size, is_long, is_random, max_tiles)
+        return self._run(key, lambda: self._decode(size, is_long, is_random, max_tiles))[:count]
+
+    def _send_batch(self, batch: Batch, size: int) -> int:
+        """Rows and prefix tiles of a decode batch. Returns how many tiles its graph is for."""
+        count, width, per_tile = len(batch.rows), _padded(size), self._per_tile
+        host = self._decode_rows.host()
+        host[:count] = batch.rows
+        host[count:size] = self._rows.num_rows
+        groups, num_tiles = [], 0
+        for group in batch.prefix_groups or ():
+            # Those that find no room are read a row at a time, as all rows once were.
+            if num_tiles + (needed := -(-len(group.places) // per_tile)) <= self._most_tiles:
+                groups.append(group)
+                num_tiles += needed
+        if not num_tiles:
+            self._decode_rows.send(size)
+            return 0
+        max_tiles = _tile_bucket(num_tiles)
+        covered = host[width : width + size]
+        covered[:] = 0
+        first = 2 * width
+        rows, lengths = host[first:][:max_tiles], host[first + max_tiles :][:max_tiles]
+        tokens = host[first + 2 * max_tiles + _ALIGN :][: max_tiles * per_tile]
+        host[first + 2 * max_tiles] = num_tiles
+        tokens = tokens.reshape(max_tiles, per_tile)
+        tile = 0
+        for group in groups:
+            covered[group.places] = group.num_tokens
+            for start in range(0, len(group.places), per_tile):
+                places = group.places[start : start + per_tile]
+                tokens[tile] = -1
+                tokens[tile, : len(places)] = places
+                rows[tile] = batch.rows[places[0]]
+                lengths[tile] = group.num_tokens
+                tile += 1
+        self._decode_rows.send(first + (2 + per_tile) * max_tiles + _ALIGN)
+        return max_tiles
+
+    def _prefix_tiles(self, size: int, max_tiles: int) -> PrefixTiles | None:
+        if not max_tiles:
+            return None
+        width = _padded(size)
+        sent, first = self._decode_rows.device, 2 * width
+        return PrefixTiles(
+            tokens=sent[first + 2 * max_tiles + _ALIGN :][: max_tiles * self._per_tile],
+            rows=sent[first:][:max_tiles],
+            lengths=sent[first + max_tiles :][:max_tiles],
+            num_tiles=sent[first + 2 * max_tiles :][:1],
+            token_lengths=sent[width:][:size],
+        )
 
     def forward(
         self,
@@ -103,6 +155,8 @@ class StepGraphs:
         num_tokens, null = len(token_ids), self._rows.num_rows
         single = counts == 1
         num_decode = len(rows) if single.all() else int(np.argmin(single))
+        if self._attention.is_invariant:
+            num_decode = 0
         dense = self._dense_chunks(rows, counts, starts) if self._attention.has_dense else ()
         done: IntArray = np.zeros(len(rows), dtype=np.int32)
         for index, chunk in dense:
@@ -214,7 +268,7 @@ class StepGraphs:
             self._graphs[key] = replay
         return replay()
 
-    def _decode(self, size: int, is_long: bool, is_random: bool) -> torch.Tensor:
+    def _decode(self, size: int, is_long: bool, is_random: bool, max_tiles: int) -> torch.Tensor:
         rows = self._rows
         token_ids, token_rows, positions = (part[:size] for part in self._decode_inputs)
         gather_rows(
@@ -232,6 +286,7 @@ class StepGraphs:
             num_decode=torch.full((1,), size, dtype=torch.int32, device=token_rows.device),
             max_decode=size,
             is_long=is_long,
+            prefix=self._prefix_tiles(size, max_tiles),
         )
         hidden = self._model.forward(token_ids, positions, self._attention.plan(step))
         sampled = SampledRows(self._order[:size], token_rows, positions, rows.num_rows)
@@ -305,6 +360,11 @@ def _batch_bucket(count: int) -> int:
         return 1 << max(count - 1, 0).bit_length()
     step = 16 if count <= 256 else 64
     return -(-count // step) * step
+
+
+def _tile_bucket(count: int) -> int:
+    """Prefix tiles of a captured step: powers of two, four at least."""
+    return max(4, 1 << max(count - 1, 0).bit_length())
 
 
 def _token_bucket(count: int) -> int:

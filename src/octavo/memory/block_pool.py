@@ -2,7 +2,7 @@
 
 Knows no sequences and no tokens. A block is in one of three states::
 
-    referenced   references > 0                       somebody's table or a copy in flight names it
+    referenced   references > 0                       a table, a pin or a copy in flight names it
     cached       references = 0, its content has a key   may be shared again, or evicted
     free         references = 0, no key
 
@@ -12,7 +12,7 @@ when none is left, the cached block that was released longest ago is evicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from octavo.core.plan import NULL_BLOCK
 
@@ -113,10 +113,14 @@ class BlockPool:
         """The block whose content has this key."""
         return self._block_of.get(key)
 
-    def forget_all(self) -> None:
-        """Forget every key; cached blocks are free."""
+    def forget_all(self, kept: Container[int] = ()) -> None:
+        """Forget every key but those of ``kept`` blocks; cached blocks are free."""
         for block_id in list(self._key_of):
-            self.unpublish(block_id)
+            if block_id not in kept:
+                self.unpublish(block_id)
+
+    def has_key(self, block_id: int) -> bool:
+        return block_id in self._key_of
 
     def is_cached(self, block_id: int) -> bool:
         return block_id in self._cached

@@ -27,14 +27,18 @@ from octavo.core.plan import (
     IntArray,
     KVCommand,
     KVUsage,
+    PrefixGroup,
     SwapIn,
     SwapOut,
     TableDeltas,
     int_array,
 )
 from octavo.memory.block_pool import BlockPool
+from octavo.memory.pins import Pins
 from octavo.memory.prefix_cache import SequenceKeys
+from octavo.memory.prefix_groups import prefix_groups
 from octavo.memory.swap import SwappedTable, SwapSpace
+from octavo.memory.usage import split_pool
 
 
 class PagedManager:
@@ -69,6 +73,7 @@ class PagedManager:
         self._deltas: list[tuple[int, int, int]] = []
         self._retained: Counter[int] = Counter()
         self._keys: list[SequenceKeys | None] = [None] * max_num_seqs
+        self._pins = Pins(self.pool)
 
     @property
     def num_free_blocks(self) -> int:
@@ -78,15 +83,25 @@ class PagedManager:
     def num_usable_blocks(self) -> int:
         return self.pool.num_usable
 
+    @property
+    def num_pinned_blocks(self) -> int:
+        return len(self._pins)
+
     def can_never_fit(self, num_blocks: int) -> bool:
-        return num_blocks > self.pool.num_usable
+        return num_blocks > self.pool.num_usable - len(self._pins)
 
     def admit(
-        self, row: int, token_ids: IntArray, *, reserve: int = 0, salt: bytes = b""
+        self,
+        row: int,
+        token_ids: IntArray,
+        *,
+        reserve: int = 0,
+        salt: bytes = b"",
+        use_cache: bool = True,
     ) -> Admission | None:
         assert not self._tables[row], f"row {row} still owns blocks"
         num_tokens = len(token_ids)
-        keys, hits = self._look_up(token_ids, salt)
+        keys, hits = self._look_up(token_ids, salt) if use_cache else (None, [])
         count = num_blocks_for(num_tokens, self.block_size) - len(hits)
         # Hits that nobody references count as free until they are shared.
         idle = sum(self.pool.is_cached(block_id) for block_id in hits)
@@ -109,14 +124,19 @@ class PagedManager:
             return None, []
         keys = SequenceKeys(self.block_size, salt)
         keys.extend(token_ids)
-        hits = []
-        for index in range((len(token_ids) - 1) // self.block_size):
+        hits = self._find(keys, (len(token_ids) - 1) // self.block_size)
+        keys.num_published = len(hits)
+        return keys, hits
+
+    def _find(self, keys: SequenceKeys, num_blocks: int) -> list[int]:
+        """The cached blocks of the first ``num_blocks`` keys, up to the first that is missing."""
+        found = []
+        for index in range(num_blocks):
             block_id = self.pool.find(keys[index])
             if block_id is None:
                 break
-            hits.append(block_id)
-        keys.num_published = len(hits)
-        return keys, hits
+            found.append(block_id)
+        return found
 
     def publish(self, row: int, token_ids: IntArray) -> list[int]:
         keys = self._keys[row]
@@ -133,10 +153,34 @@ class PagedManager:
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
+            assert block_id not in self._pins, f"block {block_id} is pinned but was not computed"
             self.pool.unpublish(block_id)
 
     def reset_prefix_cache(self) -> None:
-        self.pool.forget_all()
+        self.pool.forget_all(kept=self._pins)
+
+    # ── pinned prefixes ──────────────────────────────────────────────────────────────────────
+
+    def pin(self, token_ids: IntArray, *, salt: bytes = b"") -> tuple[int, ...] | None:
+        found = self._full_blocks(token_ids, salt)
+        if len(found) < len(token_ids) // self.block_size or not self.prefix_caching:
+            return None
+        return self._pins.add(found)
+
+    def unpin(self, block_ids: Iterable[int]) -> None:
+        self._pins.drop(block_ids)
+
+    def num_to_pin(self, token_ids: IntArray, *, salt: bytes = b"") -> int:
+        found = self._full_blocks(token_ids, salt)
+        num_pinned = sum(block_id in self._pins for block_id in found)
+        return len(token_ids) // self.block_size - num_pinned
+
+    def _full_blocks(self, token_ids: IntArray, salt: bytes) -> list[int]:
+        keys = SequenceKeys(self.block_size, salt)
+        keys.extend(token_ids)
+        return self._find(keys, len(keys))
+
+    # ── growing and forking ──────────────────────────────────────────────────────────────────
 
     def grow(self, row: int, num_tokens: int, *, reserve: int = 0) -> bool:
         writable = int(self.writable[row])
@@ -295,6 +339,10 @@ class PagedManager:
     def block_ids(self, row: int) -> IntArray:
         return int_array(self._tables[row])
 
+    def prefix_groups(self, rows: IntArray, num_computed: IntArray) -> tuple[PrefixGroup, ...]:
+        """See `octavo.memory.prefix_groups`."""
+        return prefix_groups(self._tables, rows, num_computed // self.block_size, self.block_size)
+
     def drain(self) -> Drained:
         if not self._deltas and not self._copies and not self._swaps:
             return NOTHING_DRAINED
@@ -316,39 +364,22 @@ class PagedManager:
                 self.pool.release(sources)
 
     def usage(self) -> KVUsage:
-        size = self.block_size
-        live = np.zeros(self.pool.num_blocks, dtype=np.int64)
-        known = np.zeros(self.pool.num_blocks, dtype=np.int64)
-        for row, table in enumerate(self._tables):
-            if not table:
-                continue
-            block_ids = int_array(table)
-            starts = np.arange(len(table), dtype=np.int64) * size
-            computed = int(self._num_computed[row])
-            filled = np.clip(computed - starts, 0, size)
-            wanted = np.clip(max(int(self._num_known[row]), computed) - starts, 0, size)
-            live[block_ids] = np.maximum(live[block_ids], filled)
-            known[block_ids] = np.maximum(known[block_ids], wanted)
-        capacity = self.pool.num_usable * size
-        cached = self.pool.num_cached * size
-        free = self.pool.num_free * size - cached
-        num_live = int(live.sum())
-        num_reserved = int(known.sum()) - num_live
-        return KVUsage(
-            capacity=capacity,
-            live=num_live,
-            cached=cached,
-            reserved=num_reserved,
-            internal_waste=capacity - free - cached - num_live - num_reserved,
-            external_waste=0,
-            free=free,
+        return split_pool(
+            self.pool,
+            self.block_size,
+            self._tables,
+            self._num_known,
+            self._num_computed,
+            self._pins.num_idle(),
         )
 
     def check(self) -> None:
         self.pool.check()
         self.swap_space.check()
+        self._pins.check()
         references = Counter(chain.from_iterable(self._tables))
         references.update(+self._retained)
+        references.update(self._pins.counts)
         for block_id, count in enumerate(self.pool.references):
             assert references[block_id] == count, (
                 f"block {block_id}: {count} references, {references[block_id]} owners"

@@ -86,8 +86,12 @@ def resolve_request(
     num_prompt = len(prompt_token_ids)
     if not num_prompt:
         raise RequestError("the prompt is empty; give at least one token")
-    # Compared before conversion: a client's integer may not fit 32 bits.
-    lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
+    # Compared before conversion: a client's integer may not fit 32 bits, nor 64.
+    try:
+        wide = np.asarray(prompt_token_ids, dtype=np.int64)
+        lowest, highest = int(wide.min()), int(wide.max())
+    except OverflowError:
+        lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
     if lowest < 0 or highest >= limits.vocab_size:
         bad = lowest if lowest < 0 else highest
         raise RequestError(
@@ -117,7 +121,7 @@ def resolve_request(
     check_beams(beam_width, n, stops, limits)
     return Request(
         number=number,
-        prompt_token_ids=np.asarray(prompt_token_ids, dtype=np.int32),
+        prompt_token_ids=wide.astype(np.int32),
         params=params,
         max_tokens=max_tokens,
         seed=(params.seed if params.seed is not None else random_seed) & (2**64 - 1),

@@ -108,14 +108,6 @@ class Group:
             self.beams = Beams.of(self.request)
 
     @property
-    def cache_salt(self) -> bytes:
-        """Whose cached prefixes may be hit: nobody's where all prompt logits are needed."""
-        request = self.request
-        if request.needs_prompt_logits:
-            return b"%b\0prompt logits\0%d" % (request.cache_salt, request.number)
-        return request.cache_salt
-
-    @property
     def rows(self) -> list[int]:
         """Rows of the sequences that have one."""
         return [sequence.row for sequence in self.sequences if sequence.row >= 0]

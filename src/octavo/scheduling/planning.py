@@ -5,10 +5,21 @@ There is no prefill or decode mode: a row runs as many tokens as it lacks, withi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from octavo.core.layout import num_blocks_for
-from octavo.core.plan import NO_FORKS, Batch, FanOut, RowInit, StepPlan, int_array
+from octavo.core.plan import (
+    NO_FORKS,
+    Admission,
+    Batch,
+    FanOut,
+    IntArray,
+    RowInit,
+    StepPlan,
+    int_array,
+)
 from octavo.scheduling.beam_search import closest_before
 from octavo.scheduling.beams import take_row_changes
 from octavo.scheduling.groups import Group, Launched
@@ -38,6 +49,8 @@ class Planner:
         if not stalled and num_preemptions == self.state.num_preemptions:
             self._admit(budget, chunks, inits)
         batch = self._join(decode, chunks)
+        if batch is not None and batch is self.state.decode_batch:
+            batch = self._with_prefix_groups(batch)
         fan_outs = self._fan_out(batch, inits, forks) if batch else ()
         drained = self.state.manager.drain()
         if batch is None:
@@ -101,6 +114,20 @@ class Planner:
             return Batch.decode(rows) if len(rows) else None
         return self.state.decode_batch if len(rows) else None
 
+    def _with_prefix_groups(self, batch: Batch) -> Batch:
+        """The decode batch, with who begins alike: looked up once, since it holds until the batch
+        changes. Beams change at every step."""
+        if (
+            not self.state.config.finds_prefix_groups
+            or batch.prefix_groups is not None
+            or self.state.rows.num_beams
+        ):
+            return batch
+        num_computed = self.state.rows.num_computed[batch.rows]
+        groups = self.state.manager.prefix_groups(batch.rows, num_computed)
+        self.state.decode_batch = replace(batch, prefix_groups=groups)
+        return self.state.decode_batch
+
     def _plan_chunks(self, budget: int) -> tuple[list[tuple[int, int]], int]:
         chunks = []
         for row in self.state.prefilling:
@@ -117,10 +144,9 @@ class Planner:
     def _publish(self, row: int, num_tokens: int) -> None:
         """Blocks of known tokens may be hit as soon as they are planned, in this very step: each
         layer writes keys and values before it attends."""
-        if self.state.shares_blocks(row):
-            tokens = self.state.rows.first_token_ids(row, num_tokens)
-            for block_id in self.state.manager.publish(row, tokens):
-                self.state.published.append((row, block_id))
+        tokens = self.state.rows.first_token_ids(row, num_tokens)
+        for block_id in self.state.manager.publish(row, tokens):
+            self.state.published.append((row, block_id))
 
     def _admit(self, budget: int, chunks: list[tuple[int, int]], inits: list[RowInit]) -> None:
         """Admit waiting groups in order of arrival while rows, budget and blocks last."""
@@ -165,22 +191,27 @@ class Planner:
         """
         reserve = self._reserve_for(group)
         leader = group.sequences[0]
-        row = self.state.rows.peek()
-        salt = group.cache_salt
-        admission = self.state.manager.admit(row, leader.token_ids, reserve=reserve, salt=salt)
+        manager, rows, request = self.state.manager, self.state.rows, group.request
+
+        def admit(row: int, token_ids: IntArray) -> Admission | None:
+            # Where all prompt logits are needed, every position is computed.
+            use_cache = not request.needs_prompt_logits
+            salt = request.cache_salt
+            return manager.admit(row, token_ids, reserve=reserve, salt=salt, use_cache=use_cache)
+
+        admission = admit(rows.peek(), leader.token_ids)
         if admission is None:
             return None
         cached = [admission.num_cached_tokens]
         if not group.is_fanned_out:
             return cached
-        manager, rows = self.state.manager, self.state.rows
         for index, (closest, shared) in enumerate(self._shared_prefixes(group), start=1):
             child, token_ids = rows.peek(index), group.sequences[index].token_ids
             if manager.sharing:
                 manager.fork(rows.peek(closest), child, shared)
                 has_room = manager.grow(child, len(token_ids), reserve=reserve)
             else:
-                has_room = manager.admit(child, token_ids, reserve=reserve, salt=salt) is not None
+                has_room = admit(child, token_ids) is not None
             if not has_room:
                 for taken in range(index + 1):
                     manager.free(rows.peek(taken))

@@ -10,15 +10,17 @@ from octavo.core.plan import BoolArray, IntArray, StepResult, SwapIn, SwapOut, i
 from octavo.core.request import BeamResult, Finished, FinishReason, StepOutputs
 from octavo.scheduling.beams import BeamDigest
 from octavo.scheduling.groups import Launched
+from octavo.scheduling.prefixes import PrefixRegistry
 from octavo.scheduling.state import SchedulerState
 
 
 class ResultDigest:
     """Takes results in the order of launch into a `SchedulerState`."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, prefixes: PrefixRegistry) -> None:
         self.state = state
         self._beams = BeamDigest(state)
+        self._prefixes = prefixes
 
     def update(self, result: StepResult) -> StepOutputs:
         """Digest the result of the oldest launched step."""
@@ -50,8 +52,10 @@ class ResultDigest:
             self._publish_generated(rows)
         numbers = self.state.rows.number[rows]
         finished = (*[self._finish(row) for row in ended.tolist()], *beam_ends)
+        # Before anybody can take the blocks of a request that has just ended.
+        pinned = self._prefixes.settle(finished)
         self.state.release_processed(launched)
-        return StepOutputs(numbers, token_ids, finished, logprobs, prompts, tuple(beams))
+        return StepOutputs(numbers, token_ids, finished, logprobs, prompts, tuple(beams), pinned)
 
     def fail(self, step_id: int, error: str) -> StepOutputs:
         """The oldest launched step failed: its requests end, everything else goes on."""
@@ -74,16 +78,15 @@ class ResultDigest:
             else:
                 finished.append(self._finish(row, FinishReason.ERROR, error))
         self._give_up_transfers(launched)
+        pinned = self._prefixes.settle(finished)
         self.state.release_processed(launched)
         empty = int_array([])
-        return StepOutputs(empty.astype(np.int64), empty, tuple(finished))
+        return StepOutputs(empty.astype(np.int64), empty, tuple(finished), prefixes=pinned)
 
     def _publish_generated(self, rows: IntArray) -> None:
         """Rows whose computed tokens, all but the last received, fill a block just now."""
         computed = self.state.rows.num_received[rows] - 1
         for row in rows[computed % self.state.manager.block_size == 0].tolist():
-            if not self.state.shares_blocks(row):
-                continue
             count = int(self.state.rows.num_received[row]) - 1
             self.state.manager.publish(row, self.state.rows.first_token_ids(row, count))
 

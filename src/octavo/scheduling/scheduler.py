@@ -18,6 +18,7 @@ from octavo.core.request import (
 )
 from octavo.scheduling.groups import Group
 from octavo.scheduling.planning import Planner
+from octavo.scheduling.prefixes import PrefixRegistry
 from octavo.scheduling.results import ResultDigest
 from octavo.scheduling.rows import RowTable
 from octavo.scheduling.state import SchedulerConfig, SchedulerState
@@ -36,7 +37,8 @@ class Scheduler:
         self.config = config
         self.state = SchedulerState(config, manager)
         self._planner = Planner(self.state)
-        self._results = ResultDigest(self.state)
+        self._prefixes = PrefixRegistry(self.state)
+        self._results = ResultDigest(self.state, self._prefixes)
 
     @property
     def manager(self) -> KVManager:
@@ -80,8 +82,12 @@ class Scheduler:
         return self.manager.usage()
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes; sequences that run keep their blocks."""
+        """Forget cached prefixes but the registered; sequences that run keep their blocks."""
         self.manager.reset_prefix_cache()
+
+    def drop_prefix(self, number: int) -> bool:
+        """Stop keeping the prefix that request ``number`` registered; False: there is none."""
+        return self._prefixes.drop(number)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -97,7 +103,7 @@ class Scheduler:
             raise ContextLengthError(
                 f"the request may grow to {request.max_length} tokens, {num_blocks} blocks, "
                 f"more than the model's {self.config.max_model_len} tokens or than the KV cache "
-                "can hold"
+                "can hold beside registered prefixes"
             )
         count = request.num_sequences
         if count > self.config.max_num_seqs:
@@ -110,6 +116,8 @@ class Scheduler:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait already (max_queued_requests); try again later"
             )
+        if request.pins_prefix:
+            self._prefixes.expect(request)
         group = Group(request, self.state.arrivals)
         self.state.arrivals += 1
         for sequence in group.sequences:
@@ -131,6 +139,7 @@ class Scheduler:
         if sequence is None:
             return False
         group = sequence.group
+        self._prefixes.forget(number)
         if group.beams is None:
             self.state.forget(sequence)
             return True
@@ -156,3 +165,4 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken. For tests and debug runs."""
         self.state.check()
+        self._prefixes.check()

@@ -21,13 +21,15 @@ from octavo.scheduling.rows import RowTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of admission. ``max_num_batched_tokens`` is the token budget of a step."""
+    """Limits of admission. ``max_num_batched_tokens`` is the token budget of a step;
+    ``finds_prefix_groups`` looks for rows that begin alike, for executors that gain by it."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     max_queued_requests: int
     preemption: PreemptionPolicy = RECOMPUTE
+    finds_prefix_groups: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -94,12 +96,6 @@ class SchedulerState:
             rows = np.flatnonzero(self.rows.is_decoding).astype(np.int32)
             self.decode_batch = Batch.decode(rows)
         return self.decode_batch.rows
-
-    def shares_blocks(self, row: int) -> bool:
-        """Whether others may hit the row's blocks; none can under a salt that is the row's own."""
-        sequence = self.sequence_of_row[row]
-        assert sequence is not None
-        return self.manager.prefix_caching and not sequence.group.request.needs_prompt_logits
 
     def take_row(self, sequence: Sequence, num_computed: int) -> None:
         group = sequence.group

@@ -146,6 +146,26 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
+class PrefixCard(msgspec.Struct):
+    """Of ``num_tokens`` the first ``num_pinned_tokens``, those of full blocks, are kept."""
+
+    id: str
+    num_tokens: int
+    num_pinned_tokens: int
+    object: str = "prefix"
+
+
+class PrefixList(msgspec.Struct):
+    data: list[PrefixCard]
+    object: str = "list"
+
+
+class PrefixDropped(msgspec.Struct):
+    id: str
+    object: str = "prefix"
+    deleted: bool = True
+
+
 class Status(msgspec.Struct):
     status: str
 

@@ -22,6 +22,7 @@ from octavo.server.errors import EXPECTED, APIError, ClientGoneError, as_api_err
 from octavo.server.gate import Gate, KeyCheck
 from octavo.server.metrics import CONTENT_TYPE, Metrics
 from octavo.server.openapi import openapi
+from octavo.server.prefixes import add_prefix_routes
 from octavo.server.prompts import detokenize, tokenize
 from octavo.server.protocol import (
     ChatRequest,
@@ -121,6 +122,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
             engine.reset_prefix_cache()
             return json_response(Status("ok"))
 
+        add_prefix_routes(app, engine, read, names.check)
+
     @app.get("/metrics")
     async def metrics_page() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
@@ -129,6 +132,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
         vocab_size=engine.limits.vocab_size,
         max_length=engine.limits.max_length,
         has_keys=bool(config.api_keys),
+        is_admin=config.admin_endpoints,
     )
 
     @app.get("/openapi.json")
@@ -187,7 +191,7 @@ def _guarded(app: ASGIApp, config: ServerConfig) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=config.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
         )

@@ -111,6 +111,11 @@ class Metrics:
                 stats.kv_cache_usage,
             ),
             (
+                "num_pinned_blocks",
+                "KV cache blocks that registered prefixes keep; they count as in use",
+                stats.num_pinned_blocks,
+            ),
+            (
                 "num_requests_outstanding",
                 "Requests that the front end has not answered in full",
                 self._engine.num_outstanding,

@@ -36,6 +36,9 @@ from octavo.server.answers import (
     Error,
     ModelCard,
     ModelList,
+    PrefixCard,
+    PrefixDropped,
+    PrefixList,
     Status,
     Tokens,
     Version,
@@ -49,6 +52,7 @@ from octavo.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    PrefixRequest,
     TokenizeRequest,
 )
 
@@ -64,6 +68,11 @@ _ANSWERS = {
     "Status": Status,
     "Version": Version,
     "Error": Error,
+}
+_ADMIN_ANSWERS = {
+    "PrefixCard": PrefixCard,
+    "PrefixList": PrefixList,
+    "PrefixDropped": PrefixDropped,
 }
 _REQUESTS = {
     "CompletionRequest": CompletionRequest,
@@ -82,9 +91,12 @@ _EVENT: Schema = {
 _BODY_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 
 
-def openapi(*, vocab_size: int, max_length: int, has_keys: bool) -> Schema:
-    """The description for a model of ``vocab_size`` ids and sequences of ``max_length``."""
-    names = _ANSWERS | _REQUESTS
+def openapi(*, vocab_size: int, max_length: int, has_keys: bool, is_admin: bool = False) -> Schema:
+    """The description for a model of ``vocab_size`` ids and sequences of ``max_length``; with the
+    administrative endpoints where ``is_admin``."""
+    names: dict[str, Any] = _ANSWERS | _REQUESTS
+    if is_admin:
+        names |= _ADMIN_ANSWERS | {"PrefixRequest": PrefixRequest}
     references, schemas = msgspec.json.schema_components(
         names.values(), ref_template="#/components/schemas/{name}"
     )
@@ -94,7 +106,7 @@ def openapi(*, vocab_size: int, max_length: int, has_keys: bool) -> Schema:
     document: Schema = {
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": __version__},
-        "paths": _paths(),
+        "paths": _paths() | (_admin_paths() if is_admin else {}),
         "components": {"schemas": schemas},
     }
     if has_keys:
@@ -131,6 +143,17 @@ def _paths() -> Schema:
                     }
                 }
             }
+        },
+    }
+
+
+def _admin_paths() -> Schema:
+    name = {"name": "prefix_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "/reset_prefix_cache": {"post": _get("Status", (401,))["get"]},
+        "/prefixes": _post("PrefixRequest", "PrefixCard") | _get("PrefixList", (401,)),
+        "/prefixes/{prefix_id}": {
+            "delete": _get("PrefixDropped", (401, 404), parameters=[name])["get"]
         },
     }
 
@@ -290,16 +313,24 @@ def _describe_requests(schemas: Schema, vocab_size: int, max_length: int) -> Non
     completion["required"] = ["prompt"]
     schemas["ChatRequest"]["properties"]["messages"] = messages
     schemas["ChatRequest"]["required"] = ["messages"]
-    tokenize = schemas["TokenizeRequest"]
     given = {"prompt": {"type": "string"}, "messages": messages}
-    tokenize["oneOf"] = [
+    schemas["TokenizeRequest"]["oneOf"] = _one_of(given)
+    if (prefix := schemas.get("PrefixRequest")) is not None:
+        prefix["description"] = "At least a block of tokens, which the pool has room to keep."
+        prefix["properties"]["cache_salt"] = _or_null(ranges["cache_salt"])
+        prefix["oneOf"] = _one_of(given | {"prompt": {"anyOf": prompts}})
+    schemas["DetokenizeRequest"]["properties"]["tokens"] = {"type": "array", "items": token}
+
+
+def _one_of(given: Schema) -> list[Schema]:
+    """One of the fields, and none of the others."""
+    return [
         {
             "properties": {**{other: {"type": "null"} for other in given}, name: given[name]},
             "required": [name],
         }
         for name in given
     ]
-    schemas["DetokenizeRequest"]["properties"]["tokens"] = {"type": "array", "items": token}
 
 
 def _content() -> Schema:

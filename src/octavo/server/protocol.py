@@ -171,10 +171,7 @@ class GenerationRequest(_Unsupported, kw_only=True):
                 f"n must be from 1 to {MAX_BEAM_WIDTH} with use_beam_search, got {self.n}",
                 param="n",
             )
-        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
-            raise APIError(
-                f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
-            )
+        _check_salt(self.cache_salt)
         if self.stream_options is not None and not self.stream:
             raise APIError(
                 "stream_options needs stream: true; send it or leave stream_options out",
@@ -284,6 +281,22 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
+class PrefixRequest(msgspec.Struct, kw_only=True):
+    """A body of ``POST /prefixes``: a ``prompt``, text or token ids, or the ``messages`` that
+    conversations begin with."""
+
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+
+    def check(self) -> None:
+        """Raises `APIError` naming the field."""
+        if (self.prompt is None) == (self.messages is None):
+            raise APIError("send either prompt or messages", param="prompt")
+        _check_salt(self.cache_salt)
+
+
 R = TypeVar("R", bound=msgspec.Struct)
 
 
@@ -308,7 +321,16 @@ def decode_request(body: bytes, kind: type[R]) -> R:
         raise APIError("the body is nested too deeply") from None
     if isinstance(request, GenerationRequest):
         request.refuse_unsupported()
+    elif isinstance(request, PrefixRequest):
+        request.check()
     return request
+
+
+def _check_salt(salt: str | None) -> None:
+    if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS:
+        raise APIError(
+            f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
+        )
 
 
 def _check_range(name: str, value: int | None, low: int, high: int) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.core.plan import (
+    FloatArray,
     IntArray,
     KVCapacity,
     StepLogprobs,
@@ -25,6 +26,7 @@ from octavo.core.plan import (
 )
 
 TokenSource = Callable[[StepPlan, IntArray], IntArray]
+TopSource = Callable[[StepPlan, IntArray, int], tuple[IntArray, FloatArray]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class SimulatedExecutor:
     """Implements `octavo.core.protocols.Executor`.
 
     ``tokens(plan, sampled_rows)`` makes the tokens of a step; without it every token is 0.
+    ``tops(plan, asking_rows, k)`` makes the ``k`` likeliest next tokens of each row that asks, ids
+    and log probabilities ``[n, k]``, best first; without it they are made up simply.
     """
 
     def __init__(
@@ -49,11 +53,13 @@ class SimulatedExecutor:
         capacity: KVCapacity,
         latency: FixedLatency | None = None,
         tokens: TokenSource | None = None,
+        tops: TopSource | None = None,
     ) -> None:
         self.capacity = capacity
         self.now_s = 0.0
         self._latency = latency or FixedLatency()
         self._tokens = tokens
+        self._tops = tops
         self._launched: deque[StepPlan] = deque()
         # Rows that want log probabilities, and of how many tokens.
         self._num_logprobs: dict[int, int] = {}
@@ -74,23 +80,23 @@ class SimulatedExecutor:
             token_ids = np.zeros(len(rows), dtype=np.int32)
         else:
             token_ids = self._tokens(plan, rows)
-        logprobs = self._logprobs(plan.step_id, rows, token_ids) if self._num_logprobs else None
+        logprobs = self._logprobs(plan, rows, token_ids) if self._num_logprobs else None
         return StepResult(plan.step_id, token_ids, arrived, logprobs)
 
-    def _logprobs(self, step_id: int, rows: IntArray, token_ids: IntArray) -> StepLogprobs | None:
-        """Each row's likeliest are ``token_ids[i]`` and those that follow it; how likely depends on
-        row and step, so that beams die and fork."""
+    def _logprobs(self, plan: StepPlan, rows: IntArray, token_ids: IntArray) -> StepLogprobs | None:
         places = [i for i, row in enumerate(rows.tolist()) if row in self._num_logprobs]
         if not places:
             return None
         num_top = int_array([self._num_logprobs[row] for row in rows[places].tolist()])
-        follow = np.arange(int(num_top.max()), dtype=np.int32)
-        first = 0.1 + 0.3 * ((7 * rows[places] + 3 * step_id) % 5)
-        top_logprobs = (-first[:, None] - 0.5 * follow).astype(np.float32)
+        width = int(num_top.max())
+        if self._tops is None:
+            top_ids, top_logprobs = _simple_tops(plan, rows[places], token_ids[places], width)
+        else:
+            top_ids, top_logprobs = self._tops(plan, rows[places], width)
         scores = TokenScores(
-            logprobs=-first.astype(np.float32),
+            logprobs=top_logprobs[:, 0] if width else np.zeros(len(places), dtype=np.float32),
             ranks=np.ones(len(places), dtype=np.int32),
-            top_ids=token_ids[places][:, None] + follow,
+            top_ids=top_ids,
             top_logprobs=top_logprobs,
             num_top=num_top,
         )
@@ -98,3 +104,14 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         self._launched.clear()
+
+
+def _simple_tops(
+    plan: StepPlan, rows: IntArray, token_ids: IntArray, width: int
+) -> tuple[IntArray, FloatArray]:
+    """Each row's likeliest are its token and those that follow it; how likely depends on row and
+    step, so that beams die and fork."""
+    follow = np.arange(width, dtype=np.int32)
+    first = 0.1 + 0.3 * ((7 * rows + 3 * plan.step_id) % 5)
+    top_logprobs = (-first[:, None] - 0.5 * follow).astype(np.float32)
+    return token_ids[:, None] + follow, top_logprobs

@@ -1,20 +1,12 @@
-"""Kernels run compiled where there is a GPU, and in Triton's interpreter elsewhere.
-
-The interpreter is chosen before any kernel is imported: a kernel is one or the other for good.
-"""
+"""Kernels run compiled where there is a GPU, and in Triton's interpreter elsewhere (see the
+conftest above)."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-# uint64 arithmetic wraps around, as it should; the interpreter's numpy warns of it.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+pytest.importorskip("triton")
 
 
 @pytest.fixture(scope="session")

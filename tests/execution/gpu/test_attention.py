@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -21,16 +23,18 @@ from octavo.execution.kernels.prefill_attention import (
     prefill_attention,
     tile_tokens,
 )
+from octavo.execution.kernels.prefix_attention import PrefixTiles, prefix_attention, tile_rows
 
 ON_GPU = torch.cuda.is_available()
 NAN = float("nan")
 # heads, KV heads, head dim, block size
 SMALL = [(6, 2, 16, 4), (4, 4, 24, 8), (3, 1, 80, 16)]
+# Every head dim with every grouping, block sizes in turn.
 GRID = [
-    (num_kv_heads * group, num_kv_heads, head_dim, block_size)
-    for head_dim in (64, 80, 96, 128, 256)
-    for num_kv_heads, group in ((1, 16), (2, 1), (8, 4), (3, 3))
-    for block_size in (8, 16, 128)
+    (num_kv_heads * group, num_kv_heads, head_dim, (8, 16, 32, 128)[index % 4])
+    for index, (head_dim, (num_kv_heads, group)) in enumerate(
+        product((64, 80, 96, 128, 256), ((1, 16), (2, 1), (8, 4), (3, 3), (2, 8)))
+    )
 ]
 
 
@@ -186,3 +190,86 @@ def test_dense_chunks(device: torch.device, start: int) -> None:
     assert out[:7].isnan().all()
     expected = attend(queries[7:], pool, 1, start)
     torch.testing.assert_close(out[7:].float(), expected, atol=2e-2, rtol=2e-2)
+
+
+def run_shared(
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    *,
+    prefixes: list[int],
+    own: list[list[int]],
+    splits: int,
+    prefix_splits: int,
+    dtype: torch.dtype = torch.float32,
+    block_n: int | None = 32,
+) -> None:
+    """Group i shares ``prefixes[i]`` tokens, and its rows have ``own[i]`` more; the last group
+    shares nothing."""
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    lengths = [prefix + n for prefix, ns in zip(prefixes, own, strict=True) for n in ns]
+    pool = make_pool(
+        lengths, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+        dtype=dtype, device=device,
+    )  # fmt: skip
+    per_tile = tile_rows(num_heads, num_kv_heads)
+    tokens, rows, tile_lengths, covered, first = [], [], [], [], 0
+    for prefix, ns in zip(prefixes, own, strict=True):
+        members = list(range(first, first + len(ns)))
+        blocks = prefix // block_size
+        pool.tables[members, :blocks] = pool.tables[first, :blocks].clone()
+        covered += [prefix] * len(ns)
+        for start in range(0, len(members) if prefix else 0, per_tile):
+            part = members[start : start + per_tile]
+            tokens.append(part + [-1] * (per_tile - len(part)))
+            rows.append(first)
+            tile_lengths.append(prefix)
+        first += len(ns)
+    tiles = PrefixTiles(
+        ints([*tokens, [0] * per_tile], device),
+        ints([*rows, 0], device),
+        ints([*tile_lengths, 5], device),
+        ints([len(rows)], device),
+        ints(covered, device),
+    )
+    queries = torch.randn(len(lengths), num_heads, head_dim, device=device).to(dtype)
+    parts = prefix_attention(
+        queries, pool.kv_layer, tiles, pool.tables, splits=prefix_splits, block_n=block_n
+    )
+    out = torch.full_like(queries, NAN)
+    workspace = DecodeWorkspace(
+        len(lengths) * num_kv_heads * splits, head_dim, num_heads // num_kv_heads, device
+    )
+    row_ids = ints(list(range(len(lengths))), device)
+    positions = ints([length - 1 for length in lengths], device)
+    decode_attention(
+        queries, pool.kv_layer, row_ids, positions, ints([len(lengths)], device), pool.tables, out,
+        workspace, splits=splits, min_keys=32, block_n=32, prefix=parts,
+    )  # fmt: skip
+    for row, length in enumerate(lengths):
+        expected = attend(queries[row : row + 1], pool, row, length - 1)
+        torch.testing.assert_close(out[row : row + 1].float(), expected, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.parametrize(("splits", "prefix_splits"), [(1, 1), (2, 3)])
+def test_a_shared_prefix(
+    device: torch.device, shape: tuple[int, int, int, int], splits: int, prefix_splits: int
+) -> None:
+    run_shared(
+        device, shape, prefixes=[48, 0], own=[[1, 40], [9]], splits=splits,
+        prefix_splits=prefix_splits,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("shape", GRID)
+def test_shared_prefixes_over_a_grid(
+    device: torch.device, shape: tuple[int, int, int, int]
+) -> None:
+    own = [[1, 7, 130, 64, *range(1, 70)], [65, 3], [300, 1]]
+    for splits, prefix_splits in ((1, 1), (3, 4)):
+        run_shared(
+            device, shape, prefixes=[1024, 128, 0], own=own, splits=splits,
+            prefix_splits=prefix_splits, dtype=torch.bfloat16, block_n=None,
+        )  # fmt: skip

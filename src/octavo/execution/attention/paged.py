@@ -15,12 +15,14 @@ from octavo.execution.attention.dense import DenseChunk, dense_attention, is_sup
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
 from octavo.execution.kernels.gpu import SplitSum
 from octavo.execution.kernels.prefill_attention import PrefillTiles, prefill_attention
+from octavo.execution.kernels.prefix_attention import PrefixTiles, prefix_attention
 from octavo.execution.kernels.rope import rope_and_write
 from octavo.execution.models.norms import QueryKeyNorm
 from octavo.execution.models.rope import RopeTable
 
 # Programs that fill a GPU of 132 multiprocessors twice.
 _PROGRAMS = 264
+_MAX_PREFIX_SPLITS = 8
 # With more rows attention keeps memory busy itself.
 _PREFETCH_ROWS = 8
 # Bounds the memory of parts: 33 MB for four query heads of 128 a KV head.
@@ -35,6 +37,7 @@ class PagedStep:
     ``num_decode`` (``[1]``, at most ``max_decode``) tokens are their rows' only ones; the others
     are covered by ``tiles``, None where there are none. ``is_long`` says that a row is so long
     that it is split even among many. ``dense`` chunks are covered by nothing else.
+    ``prefix`` covers the first keys of decoding tokens.
     """
 
     token_rows: torch.Tensor
@@ -45,6 +48,7 @@ class PagedStep:
     tiles: PrefillTiles | None = None
     is_long: bool = False
     dense: tuple[DenseChunk, ...] = ()
+    prefix: PrefixTiles | None = None
 
 
 class PagedAttention:
@@ -59,15 +63,21 @@ class PagedAttention:
         *,
         max_decode: int,
         sliding_window: int = 0,
+        is_invariant: bool = False,
     ) -> None:
+        """``is_invariant``: every token attends in the order of the tiles' keys, whatever its batch
+        and its chunk, so that its result has the same bits in any."""
+        self.is_invariant = is_invariant
         self.layers = [arena.kv[:, :, layer] for layer in range(arena.layout.num_layers)]
         self.num_heads = num_heads
         self.num_kv_heads = arena.layout.num_kv_heads
         self.rope = rope
         self.dtype = dtype
         self.sliding_window = sliding_window
-        self.has_dense = not sliding_window and is_supported(
-            dtype, arena.layout.head_dim, arena.kv.device
+        self.has_dense = (
+            not sliding_window
+            and not is_invariant
+            and is_supported(dtype, arena.layout.head_dim, arena.kv.device)
         )
         programs = max(
             rows * self.num_kv_heads * self._splits(rows, is_long)[0]
@@ -86,7 +96,9 @@ class PagedAttention:
         GPU; of many, only a long one is, so that the others need not wait for it."""
         programs = rows * self.num_kv_heads
         if programs < _PROGRAMS:
-            return -(-_PROGRAMS // programs), 128
+            # Parts of a long row are long enough to be more than the programs that fit at once.
+            wanted = 3 * _PROGRAMS if is_long else _PROGRAMS
+            return -(-wanted // programs), 128
         return (max(min(16, _MAX_PARTS // programs), 1), 2048) if is_long else (1, 128)
 
     def plan(self, step: PagedStep) -> PagedStepAttention:
@@ -135,9 +147,20 @@ class PagedStepAttention:
             eps=0.0 if norm is None else norm.eps,
             dtype=backend.dtype,
             next_weight=next_weight if len(step.positions) <= _PREFETCH_ROWS else None,
+            is_invariant=backend.is_invariant,
         )
         out = torch.empty_like(queries)
         if step.max_decode:
+            prefix = None
+            if step.prefix is not None:
+                programs = backend.num_kv_heads * len(step.prefix.rows)
+                prefix = prefix_attention(
+                    queries,
+                    kv_layer,
+                    step.prefix,
+                    step.tables,
+                    splits=min(max(_PROGRAMS // programs, 1), _MAX_PREFIX_SPLITS),
+                )
             decode_attention(
                 queries,
                 kv_layer,
@@ -151,6 +174,7 @@ class PagedStepAttention:
                 min_keys=self._min_keys,
                 max_tokens=step.max_decode,
                 window=backend.sliding_window,
+                prefix=prefix,
             )
         if step.tiles is not None:
             prefill_attention(

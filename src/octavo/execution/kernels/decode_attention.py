@@ -7,12 +7,51 @@ row in their order: no second kernel, and the same bits at every run.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 from octavo.execution.kernels.rope import kv_offset
+
+
+@triton.jit
+def _add_prefix(
+    acc,
+    total,
+    largest,
+    prefix_out,
+    prefix_lse,
+    first_key,
+    token,
+    head,
+    head_mask,
+    num_heads,
+    PREFIX_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Add the parts of the prefix that the row shares to its own keys' sum; none where it is
+    empty."""
+    d = tl.arange(0, DIM)
+    for part in tl.static_range(PREFIX_SPLITS):
+        place = (token.to(tl.int64) * PREFIX_SPLITS + part) * num_heads + head
+        mask = head_mask & (first_key + 0 * head > 0)
+        lse = tl.load(prefix_lse + place, mask=mask, other=float("-inf"))
+        o = tl.load(
+            prefix_out + place[:, None] * HEAD_DIM + d[None, :],
+            mask=mask[:, None] & (d < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        new_largest = tl.maximum(largest, lse)
+        shrink = tl.exp2(largest - new_largest)
+        weight = tl.exp2(lse - new_largest)
+        acc = acc * shrink[:, None] + o * weight[:, None]
+        total = total * shrink + weight
+        largest = new_largest
+    return acc, total, largest
 
 
 @triton.jit
@@ -27,6 +66,9 @@ def _decode(
     part_out,
     part_lse,
     counters,
+    prefix_lengths,
+    prefix_out,
+    prefix_lse,
     scale_log2,
     group,
     num_kv_heads,
@@ -38,6 +80,7 @@ def _decode(
     SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -53,9 +96,12 @@ def _decode(
     count = tl.load(num_tokens)
     row = tl.load(token_rows + token)
     length = tl.load(positions + token) + 1
+    first_key = 0
+    if PREFIX_SPLITS > 0:
+        # What a group of rows has in common was attended to for all of them at once.
+        first_key = tl.load(prefix_lengths + token)
     if token >= count:
         return
-    first_key = 0
     if HAS_WINDOW:
         first_key = tl.maximum(length - window, 0)
     span = tl.cdiv(length - first_key, SPLITS)
@@ -100,10 +146,16 @@ def _decode(
         acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         largest = new_largest
-    acc = acc / total[:, None]
     if num_parts == 1:
+        if PREFIX_SPLITS > 0:
+            acc, total, largest = _add_prefix(
+                acc, total, largest, prefix_out, prefix_lse, first_key, token, head, g < group,
+                num_kv_heads * group, PREFIX_SPLITS, HEAD_DIM, DIM,
+            )  # fmt: skip
+        acc = acc / total[:, None]
         tl.store(out + q_place, acc.to(out.dtype.element_ty), mask=q_mask)
         return
+    acc = acc / total[:, None]
     owner = token.to(tl.int64) * num_kv_heads + kv_head
     part = (owner * SPLITS + split) * group + g
     g_mask = g < group
@@ -132,6 +184,11 @@ def _decode(
             acc = acc * shrink[:, None] + o * weight[:, None]
             total = total * shrink + weight
             largest = new_largest
+        if PREFIX_SPLITS > 0:
+            acc, total, largest = _add_prefix(
+                acc, total, largest, prefix_out, prefix_lse, first_key, token, head, g_mask,
+                num_kv_heads * group, PREFIX_SPLITS, HEAD_DIM, DIM,
+            )  # fmt: skip
         acc = acc / total[:, None]
         tl.store(out + q_place, acc.to(out.dtype.element_ty), mask=q_mask)
         tl.store(counters + owner, 0)
@@ -147,6 +204,17 @@ class DecodeWorkspace:
         self.out = torch.empty(parts * dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(parts, dtype=torch.float32, device=device)
         self.counters = torch.zeros(max_programs, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefixParts:
+    """What `prefix_attention` found: ``lengths`` int32 ``[tokens]``, how many of a token's first
+    keys it covers (0: none); ``out`` float32 ``[tokens, splits, num_heads, head_dim]`` and ``lse``
+    (of base 2) ``[tokens, splits, num_heads]``."""
+
+    lengths: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 def padded_group(group: int) -> int:
@@ -171,13 +239,15 @@ def decode_attention(
     block_n: int = 64,
     warps: int = 4,
     stages: int = 3,
+    prefix: SharedPrefixParts | None = None,
 ) -> None:
     """Attend for the first ``num_tokens`` (int32 ``[1]``, on the device) of the tokens.
 
     ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]``; token i is the last of row
     ``token_rows[i]``, at ``positions[i]``, and its key is written already. ``max_tokens`` bounds
-    ``num_tokens``. ``window`` 0 means none.
+    ``num_tokens``. ``window`` 0 means none. ``prefix`` covers the first keys of some tokens.
     """
+    assert prefix is None or not window, "a shared prefix has no window"
     tokens, num_heads, head_dim = queries.shape
     _, block_size, _, num_kv_heads, _ = kv_layer.shape
     group = num_heads // num_kv_heads
@@ -192,6 +262,9 @@ def decode_attention(
         workspace.out,
         workspace.lse,
         workspace.counters,
+        positions if prefix is None else prefix.lengths,
+        out if prefix is None else prefix.out,
+        out if prefix is None else prefix.lse,
         head_dim**-0.5 * 1.4426950408889634,
         group,
         num_kv_heads,
@@ -203,6 +276,7 @@ def decode_attention(
         SPLITS=splits,
         MIN_KEYS=min_keys,
         HAS_WINDOW=window > 0,
+        PREFIX_SPLITS=0 if prefix is None else prefix.out.shape[1],
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         DIM=triton.next_power_of_2(head_dim),

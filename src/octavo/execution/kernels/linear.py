@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -25,10 +27,7 @@ def tiling(rows: int, outputs: int, inputs: int) -> Tiling | None:
     tiles = triton.cdiv(outputs, 64)
     if rows <= 16:
         splits = triton.next_power_of_2(triton.cdiv(2 * _PROCESSORS - 8, tiles))
-        splits = _limited(splits, inputs)
-        # With three stages three programs fit on a multiprocessor: no second, half-empty round.
-        is_third = 2 * _PROCESSORS < tiles * splits <= 3 * _PROCESSORS
-        return Tiling(64, 128, splits, 3 if is_third else 4, 4, prefetch=2)
+        return Tiling(64, 128, _limited(splits, inputs), 4, 4, prefetch=2)
     if rows <= 64:
         if tiles >= 4 * 96 and rows > 32:
             return Tiling(128, 128, 1, 4, 8, prefetch=0)
@@ -43,30 +42,55 @@ def tiling(rows: int, outputs: int, inputs: int) -> Tiling | None:
     return Tiling(128, 64, 1, 5, 8, prefetch=0) if tiles >= 4 * 96 else None
 
 
+# The order in which a row's products are added is the tile's, and there is one tile for all.
+_INVARIANT = Tiling(128, 64, 1, 3, 8, prefetch=0, block_m=128)
+
+
+def _tiling_of(x: torch.Tensor, weight: torch.Tensor, is_invariant: bool) -> Tiling | None:
+    """As ``tiling``; wider elements, which the search was not for, get tiles of the same bytes."""
+    chosen = _INVARIANT if is_invariant else tiling(x.shape[0], *weight.shape)
+    if chosen is None or weight.element_size() == 2:
+        return chosen
+    return replace(chosen, block_k=chosen.block_k * 2 // weight.element_size(), prefetch=0)
+
+
 def _limited(splits: int, inputs: int) -> int:
     """At most eight parts, of 256 inputs at least."""
     return max(min(splits, 8, inputs // 256), 1)
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    is_invariant: bool = False,
 ) -> torch.Tensor | SplitSum:
-    """``x [rows, in] @ weight [out, in].T + bias``: ``[rows, out]`` in x's dtype, or its parts."""
-    chosen = tiling(x.shape[0], *weight.shape)
+    """``x [rows, in] @ weight [out, in].T + bias``: ``[rows, out]`` in x's dtype, or its parts.
+
+    ``is_invariant`` gives each row the same bits whatever rows are beside it.
+    """
+    chosen = _tiling_of(x, weight, is_invariant)
     if chosen is None:
         return F.linear(x, weight, bias)
     return skinny_linear(x, weight, bias, chosen)
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def gated_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    is_invariant: bool = False,
+) -> torch.Tensor:
     """``silu(gate) * up``, ``[rows, out / 2]`` in x's dtype; gates are the first half of the
     product's outputs."""
-    chosen = tiling(x.shape[0], *weight.shape)
+    chosen = _tiling_of(x, weight, is_invariant)
     if chosen is not None and chosen.splits == 1:
         y = skinny_linear(x, weight, bias, chosen, gated=True)
         assert isinstance(y, torch.Tensor)
         return y
-    return silu_and_mul(linear(x, weight, bias), x.dtype)
+    return silu_and_mul(linear(x, weight, bias, is_invariant=is_invariant), x.dtype)
 
 
 def whole(x: torch.Tensor | SplitSum, dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ from octavo.execution.kernels.rope import kv_offset
 
 
 @triton.jit
-def _attend(
+def attend(
     q,
     acc,
     total,
@@ -142,7 +142,7 @@ def _prefill(
     if HAS_WINDOW:
         first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
         full = first
-    acc, total, largest = _attend(
+    acc, total, largest = attend(
         q,
         acc,
         total,
@@ -168,7 +168,7 @@ def _prefill(
         DIM,
         BLOCK_N,
     )
-    acc, total, largest = _attend(
+    acc, total, largest = attend(
         q,
         acc,
         total,
@@ -210,12 +210,12 @@ class PrefillTiles:
     num_tiles: torch.Tensor
 
 
-_BLOCK_M = 128
+BLOCK_M = 128
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int) -> int:
     """Tokens of a tile: its rows in the tensor cores are tokens × query heads of a KV head."""
-    return _BLOCK_M // triton.next_power_of_2(num_heads // num_kv_heads)
+    return BLOCK_M // triton.next_power_of_2(num_heads // num_kv_heads)
 
 
 def prefill_attention(
@@ -263,7 +263,7 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         DIM=dim,
         GROUP=triton.next_power_of_2(group),
-        BLOCK_M=_BLOCK_M,
+        BLOCK_M=BLOCK_M,
         BLOCK_N=block_n or (64 if dim > 128 or queries.dtype == torch.float32 else 128),
         PDL=PDL,
         num_warps=warps,

@@ -134,6 +134,7 @@ def rope_and_write(
     eps: float = 0.0,
     dtype: torch.dtype,
     next_weight: torch.Tensor | None = None,
+    is_invariant: bool = False,
 ) -> torch.Tensor:
     """Norm and rotate queries and keys, write keys and values to their blocks.
 
@@ -142,6 +143,7 @@ def rope_and_write(
     are int32 ``[tokens]``, ``tables`` int32 ``[rows, blocks]``. ``cos`` and ``sin`` are float32
     ``[positions, head_dim / 2]``, of zero columns where nothing is rotated. ``head_norms`` is
     float32 ``[num_heads + num_kv_heads, head_dim]``. ``next_weight`` is brought into L2 meanwhile.
+    ``is_invariant``: a token gets the same bits whatever tokens are beside it.
 
     Returns the queries, ``[tokens, num_heads, head_dim]`` in ``dtype``.
     """
@@ -150,7 +152,7 @@ def rope_and_write(
     _, block_size, _, num_kv_heads, head_dim = kv_layer.shape
     queries = torch.empty(tokens, num_heads, head_dim, dtype=dtype, device=source.device)
     total_heads = num_heads + 2 * num_kv_heads
-    heads = 4 if tokens < 256 else 16
+    heads = 4 if tokens < 256 or is_invariant else 16
     columns = triton.cdiv(total_heads, heads)
     weight, extra = source, 0
     if next_weight is not None and PDL:

@@ -26,7 +26,7 @@ MAX_ROWS = 128
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a product is cut: ``block_n`` outputs × ``block_k`` inputs at once, ``splits`` parts of
-    the inner dimension."""
+    the inner dimension. ``block_m`` rows at once; 0: as many as there are, up to `MAX_ROWS`."""
 
     block_n: int = 64
     block_k: int = 128
@@ -34,6 +34,7 @@ class Tiling:
     stages: int = 4
     warps: int = 4
     prefetch: int = 4
+    block_m: int = 0
 
 
 @triton.jit
@@ -65,12 +66,12 @@ def _skinny_linear(
         half = tl.arange(0, BLOCK_N) // (BLOCK_N // 2)
         within = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N) % (BLOCK_N // 2)
         n = tl.where(within < N // 2, half * (N // 2) + within, N)
-    m = tl.arange(0, BLOCK_M)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = split * k_per_split + tl.arange(0, BLOCK_K)
     last_k = tl.minimum((split + 1) * k_per_split, K)
     n_mask = n < N
     weights = weight + n.to(tl.int64)[:, None] * stride_weight + k[None, :]
-    inputs = x + m[None, :] * stride_x + k[:, None]
+    inputs = x + m.to(tl.int64)[None, :] * stride_x + k[:, None]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
@@ -100,11 +101,11 @@ def _skinny_linear(
         features = N // 2
         column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         y = gate / (1.0 + tl.exp(-gate)) * up
-        target = out + m[None, :] * features + column[:, None]
+        target = out + m.to(tl.int64)[None, :] * features + column[:, None]
         mask = (column < features)[:, None] & (m < num_rows)[None, :]
         tl.store(target, y.to(out.dtype.element_ty), mask=mask)
         return
-    target = out + split * stride_split + m[None, :] * N + n[:, None]
+    target = out + split * stride_split + m.to(tl.int64)[None, :] * N + n[:, None]
     mask = n_mask[:, None] & (m < num_rows)[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=mask)
 
@@ -117,7 +118,8 @@ def skinny_linear(
     *,
     gated: bool = False,
 ) -> torch.Tensor | SplitSum:
-    """``x [rows, in]`` times ``weight [out, in]``, rows 1 to ``MAX_ROWS``.
+    """``x [rows, in]`` times ``weight [out, in]``, up to ``MAX_ROWS`` rows or any number with a
+    ``block_m``.
 
     Returns ``[rows, out]`` in x's dtype, or a `SplitSum` where the tiling splits the inner
     dimension. ``gated`` (not with splits) returns ``silu(gate) * up``, ``[rows, out / 2]``: gates
@@ -131,7 +133,9 @@ def skinny_linear(
     dtype = torch.float32 if splits > 1 else x.dtype
     out = torch.empty(splits, rows, features, dtype=dtype, device=x.device)
     k_per_split = triton.cdiv(triton.cdiv(k, splits), tiling.block_k) * tiling.block_k
-    _skinny_linear[(triton.cdiv(n, tiling.block_n), splits)](
+    block_m = tiling.block_m or max(16, triton.next_power_of_2(rows))
+    grid = (triton.cdiv(n, tiling.block_n), splits, triton.cdiv(rows, block_m))
+    _skinny_linear[grid](
         x,
         weight,
         weight if bias is None else bias,
@@ -146,7 +150,7 @@ def skinny_linear(
         HAS_BIAS=bias is not None,
         GATED=gated,
         EVEN=k == k_per_split * splits,
-        BLOCK_M=max(16, triton.next_power_of_2(rows)),
+        BLOCK_M=block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         PREFETCH=tiling.prefetch,

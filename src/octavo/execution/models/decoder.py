@@ -116,6 +116,11 @@ class Decoder:
         if not self.head.is_quantized:
             self.head.share_weight(self.embedding.weight)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a product's weights are kept in fewer bits than floats have."""
+        return self._is_wide or self.head.is_quantized
+
     def weight_bytes(self) -> int:
         """Memory that this rank's weights take."""
         parts = [part for layer in self.layers for part in (*layer.norms(), *layer.linears())]

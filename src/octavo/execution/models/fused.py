@@ -51,8 +51,10 @@ def can_fuse(model: Decoder) -> bool:
 class FusedDecoder:
     """Implements `octavo.execution.gpu_runner.GPUModel` over a loaded `Decoder`."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, *, is_invariant: bool = False) -> None:
+        """``is_invariant``: a token's states do not depend on which tokens are beside it."""
         self.model = model
+        self.is_invariant = is_invariant
         self.dtype = model.dtype
 
     def forward(
@@ -66,19 +68,24 @@ class FusedDecoder:
         for layer in model.layers:
             x = _norm(layer.attention_norm, residual, delta)
             heads = attention(
-                layer.index, _product(layer.qkv, x), layer.query_key_norm, layer.output.weight
+                layer.index, self._product(layer.qkv, x), layer.query_key_norm, layer.output.weight
             )
-            x = _norm(layer.mlp_norm, residual, _product(layer.output, heads))
+            x = _norm(layer.mlp_norm, residual, self._product(layer.output, heads))
             assert layer.up.weight is not None
-            x = gated_linear(x, layer.up.weight, layer.up.bias)
-            delta = _product(layer.down, x)
+            x = gated_linear(x, layer.up.weight, layer.up.bias, is_invariant=self.is_invariant)
+            delta = self._product(layer.down, x)
         return _norm(model.norm, residual, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` in the model's dtype."""
-        local = whole(_product(self.model.head, hidden), self.dtype)
+        local = whole(self._product(self.model.head, hidden), self.dtype)
         parallel = self.model.parallel
         return parallel.all_gather(local) if parallel.size > 1 else local
+
+    def _product(self, layer: Linear, x: torch.Tensor) -> torch.Tensor | SplitSum:
+        assert layer.weight is not None
+        y = linear(x, layer.weight, layer.bias, is_invariant=self.is_invariant)
+        return layer.parallel.all_reduce(whole(y, x.dtype)) if layer.sums else y
 
 
 def _norm(
@@ -87,9 +94,3 @@ def _norm(
     assert isinstance(norm, RMSNorm)
     assert norm.weight is not None
     return add_rms_norm(residual, delta, norm.weight, norm.eps)
-
-
-def _product(layer: Linear, x: torch.Tensor) -> torch.Tensor | SplitSum:
-    assert layer.weight is not None
-    y = linear(x, layer.weight, layer.bias)
-    return layer.parallel.all_reduce(whole(y, x.dtype)) if layer.sums else y

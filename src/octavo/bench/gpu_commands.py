@@ -1,0 +1,81 @@
+"""`octavo bench gpu` and `octavo bench kernels`: what runs on a GPU. Loads nothing heavy until it
+runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from octavo import options
+from octavo.config import ConfigError
+from octavo.terminal import print_json, readable_errors
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands to ``octavo bench``."""
+    app.command("gpu")(gpu)
+    app.command("kernels")(kernels)
+
+
+def gpu(
+    works: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="startup, swap, decode, sharegpt, prefill, shared-prefix, deterministic [all]."
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="llama-3.1-8b, llama-3.2-1b, or a config.json: random weights.")
+    ] = "llama-3.1-8b",
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Also write a trace of the works, for Perfetto."),
+    ] = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Whole works on a GPU, each beside its floor in the same run."""
+    with readable_errors():
+        _check_gpu()
+        from octavo.bench import works as module
+
+        asked = tuple(works or module.WORKS)
+        if unknown := sorted(set(asked) - set(module.WORKS)):
+            raise ConfigError(
+                f"unknown works {', '.join(unknown)}; choose from {', '.join(module.WORKS)}"
+            )
+        if not as_json:
+            typer.echo(module.HEADER)
+        report = module.run(
+            model,
+            asked,
+            (lambda figure: None) if as_json else (lambda figure: typer.echo(module.line(figure))),
+            profile=profile,
+        )
+        if as_json:
+            print_json(report)
+            return
+        typer.echo(module.summary(report))
+
+
+def kernels(as_json: options.AsJSON = False) -> None:
+    """The GPU's kernels on an 8B's shapes: time, rate, share of the ceiling in the same run."""
+    with readable_errors():
+        _check_gpu()
+        from octavo.bench import gpu_kernels
+
+        report: Any = gpu_kernels.run()
+        if as_json:
+            print_json(report)
+            return
+        typer.echo(gpu_kernels.table(report))
+
+
+def _check_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "PyTorch finds no CUDA device here, which this measures; octavo bench decode measures "
+            "a CPU"
+        )

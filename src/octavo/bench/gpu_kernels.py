@@ -1,0 +1,192 @@
+"""The GPU's kernels one by one, on an 8B's shapes: time, bytes or operations, share of the ceiling.
+
+Each is captured over as many layers as keep its data out of the L2 cache, and replayed. Run it as
+``octavo bench kernels`` or, with PyTorch alone, ``python -m octavo.bench.gpu_kernels``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from octavo.bench.ceilings import Ceilings, gpu_seconds
+from octavo.execution.attention.dense import DenseChunk, dense_attention
+from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
+from octavo.execution.kernels.linear import linear, tiling
+from octavo.execution.kernels.prefill_attention import (
+    PrefillTiles,
+    prefill_attention,
+    tile_tokens,
+)
+
+_HEADS, _KV_HEADS, _DIM, _BLOCK = 32, 8, 128, 16
+_DECODE = ((1, 4096), (16, 1024), (64, 1024), (64, 8192), (256, 512), (256, 2048), (8, 65536))
+_PREFILL = ((8192, 8192), (32768, 32768), (2048, 65536))
+_PROJECTIONS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
+_ROWS = (1, 8, 32, 64, 128)
+
+
+def run() -> dict[str, Any]:
+    """All figures, ready for JSON; times in µs, rates in TB/s or TFLOP/s."""
+    ceilings = Ceilings.measure()
+    with torch.inference_mode():
+        figures = [*_products(ceilings), *_decodes(ceilings), *_prefills(ceilings)]
+    return {
+        "read_tb_per_s": ceilings.read_bytes / 1e12,
+        "matmul_tflop_per_s": ceilings.matmul_flops / 1e12,
+        "gpu": torch.cuda.get_device_name(),
+        "figures": figures,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    lines = [
+        f"{report['gpu']}: reads {report['read_tb_per_s']:.2f} TB/s, multiplies "
+        f"{report['matmul_tflop_per_s']:.0f} TFLOP/s",
+        f"{'kernel':<30} {'µs':>9} {'rate':>8} {'share':>6}  beside it",
+    ]
+    lines += [
+        f"{f['kernel']:<30} {f['us']:>9.1f} {f['rate']:>8.2f} {f['share']:>6.2f}  {f['beside']}"
+        for f in report["figures"]
+    ]
+    return "\n".join(lines)
+
+
+def _captured(work: Callable[[], object], count: int) -> float:
+    """Seconds of one of ``count`` launches that ``work`` makes."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=torch.cuda.graph_pool_handle())
+        work()
+        graph.capture_end()
+        return gpu_seconds(graph.replay) / count
+
+
+def _products(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    for name, (outputs, inputs) in _PROJECTIONS.items():
+        count = max(2, min(12, int(4e8 / (outputs * inputs * 2))))
+        weights = [
+            torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(count)
+        ]
+        for rows in _ROWS:
+            x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+            own = _captured(partial(_each, linear, x, weights), count)
+            library = _captured(partial(_each, F.linear, x, weights), count)
+            num_bytes = outputs * inputs * 2
+            chosen = tiling(rows, outputs, inputs)
+            kind = "library" if chosen is None else f"split {chosen.splits}"
+            yield _figure(
+                f"product {name} {rows} ({kind})", own, num_bytes, ceilings.read_bytes, 1e12,
+                f"library {library * 1e6:.1f} µs",
+            )  # fmt: skip
+
+
+def _each(
+    product: Callable[..., object], x: torch.Tensor, weights: list[torch.Tensor]
+) -> list[object]:
+    """The products' outputs, alive together as those of a model's layers are not reused at once."""
+    return [product(x, weight, None) for weight in weights]
+
+
+def _pool(rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[layer, block, token, K|V, kv_head, head_dim]`` and random tables over its blocks."""
+    per_row = -(-context // _BLOCK)
+    num_blocks = rows * per_row + 1
+    num_layers = 8 if num_blocks < 40_000 else 1
+    shape = (num_blocks, _BLOCK, num_layers, 2, _KV_HEADS, _DIM)
+    kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    order = torch.randperm(num_blocks - 1, device="cuda").to(torch.int32) + 1
+    return kv.permute(2, 0, 1, 3, 4, 5), order.view(rows, per_row).contiguous()
+
+
+def _ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def _decodes(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    for rows, context in _DECODE:
+        layers, tables = _pool(rows, context)
+        queries = torch.randn(rows, _HEADS, _DIM, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty_like(queries)
+        row_ids, last = _ints(list(range(rows))), _ints([context - 1] * rows)
+        splits = max(1, -(-264 // (rows * _KV_HEADS)))
+        workspace = DecodeWorkspace(
+            rows * _KV_HEADS * splits, _DIM, _HEADS // _KV_HEADS, out.device
+        )
+        count = _ints([rows])
+
+        arguments = (row_ids, last, count, tables, out, workspace)
+        work = partial(_decode_layers, queries, layers, arguments, splits)
+        seconds = _captured(work, len(layers))
+        num_bytes = rows * context * _KV_HEADS * _DIM * 4
+        yield _figure(
+            f"decode {rows} x {context}", seconds, num_bytes, ceilings.read_bytes, 1e12,
+            f"split {splits}",
+        )  # fmt: skip
+
+
+def _decode_layers(
+    queries: torch.Tensor, layers: torch.Tensor, arguments: tuple[Any, ...], splits: int
+) -> None:
+    for layer in layers:
+        decode_attention(queries, layer, *arguments, splits=splits)
+
+
+def _prefills(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    for count, context in _PREFILL:
+        layers, tables = _pool(1, context)
+        layer = layers[0]
+        queries = torch.randn(count, _HEADS, _DIM, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty_like(queries)
+        tile, start = tile_tokens(_HEADS, _KV_HEADS), context - count
+        firsts = list(range(0, count, tile))[::-1]
+        tiles = PrefillTiles(
+            _ints(firsts),
+            _ints([min(tile, count - first) for first in firsts]),
+            _ints([0] * len(firsts)),
+            _ints([start + first for first in firsts]),
+            _ints([len(firsts)]),
+        )
+        chunk = DenseChunk(0, 0, count, start)
+        flops = 4 * _HEADS * _DIM * (count * start + count * count / 2)
+        for name, work in (
+            ("blocks", partial(prefill_attention, queries, layer, tiles, tables, out)),
+            ("dense", partial(dense_attention, queries, layer, tables, chunk, out)),
+        ):
+            seconds = gpu_seconds(work)
+            yield _figure(
+                f"prefill {count} of {context}, {name}", seconds, flops, ceilings.matmul_flops,
+                1e12, "",
+            )  # fmt: skip
+
+
+def _figure(
+    kernel: str, seconds: float, amount: float, ceiling: float, unit: float, beside: str
+) -> dict[str, Any]:
+    rate = amount / seconds
+    return {
+        "kernel": kernel,
+        "us": seconds * 1e6,
+        "rate": rate / unit,
+        "share": rate / ceiling,
+        "beside": beside,
+    }
+
+
+if __name__ == "__main__":
+    found = run()
+    print(json.dumps(found) if "--json" in sys.argv else table(found))

@@ -1,0 +1,428 @@
+"""Whole works on a GPU, token ids in and out: each figure beside its floor in the same run.
+
+::
+
+    decode N       N prompts of 128 random tokens: time of 257 outputs less that of 1, a step
+    sharegpt       1000 requests with ShareGPT's lengths, all submitted at once
+    shared-prefix  512 requests with 2048 tokens in common, 64 of their own and 64 out
+    prefill N      one prompt of N tokens
+    startup        from the start of a process to its first token
+    swap           blocks to host memory and back
+    deterministic  decode, with the same bits whatever the batch
+
+A step's floor is what its arithmetic and its memory traffic take at the rates of `ceilings`: the
+longer of reading the weights and multiplying with them, then reading the keys and values.
+
+Run it as ``octavo bench gpu`` or, with PyTorch alone, ``python -m octavo.bench.works``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.core.sampling_params import SamplingParams
+from octavo.workload.traces import load_trace
+
+if TYPE_CHECKING:
+    from octavo.bench.ceilings import Ceilings
+    from octavo.core.plan import StepPlan, StepResult
+    from octavo.engine.llm import LLM
+
+SHAPES = ("llama-3.1-8b", "llama-3.2-1b")
+WORKS = ("startup", "swap", "decode", "sharegpt", "prefill", "shared-prefix", "deterministic")
+DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)
+PREFILL_TOKENS = (8192, 32768, 65536, 122880)
+DETERMINISTIC_ROWS = (1, 32, 256)
+_PROMPT, _STEPS = 128, 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """``figure`` and ``floor`` in ``unit``; ``share`` of the floor reached, 1 at best."""
+
+    work: str
+    unit: str
+    figure: float
+    floor: float | None = None
+    share: float | None = None
+    notes: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Bytes of what a step reads: the layers' weights, the head's, a token's keys and values. A
+    weight is multiplied once for each token (layers) or sampled row (head)."""
+
+    layer_bytes: int
+    head_bytes: int
+    token_bytes: int
+    weight_bytes: int = 2
+    attention_width: int = 0
+
+    @classmethod
+    def of(cls, llm: LLM) -> Cost:
+        model = llm._core.executor.runner.model.model  # type: ignore[attr-defined]
+        config, capacity = model.config, llm.report.capacity
+        head_bytes = model.head.weight.nbytes
+        embedding = 0 if config.tie_word_embeddings else model.embedding.num_bytes
+        return cls(
+            layer_bytes=llm.report.weight_bytes - embedding - head_bytes,
+            head_bytes=head_bytes,
+            token_bytes=capacity.block_bytes // capacity.block_size,
+            attention_width=config.num_layers * config.num_attention_heads * config.head_dim,
+        )
+
+    def step_s(self, num_tokens: int, num_sampled: int, num_keys: float, at: Ceilings) -> float:
+        """The floor of a step that reads ``num_keys`` tokens' keys and values."""
+        total = 0.0
+        for num_bytes, rows in ((self.layer_bytes, num_tokens), (self.head_bytes, num_sampled)):
+            flops = 2 * num_bytes / self.weight_bytes * rows
+            total += max(bool(rows) * num_bytes / at.read_bytes, flops / at.matmul_flops)
+        return total + num_keys * self.token_bytes / at.read_bytes
+
+
+class Floors:
+    """Adds up the floors of the steps that an engine plans, and how long the host waited."""
+
+    def __init__(self, llm: LLM, ceilings: Ceilings) -> None:
+        self._core = llm._core
+        self._ceilings = ceilings
+        self._cost = Cost.of(llm)
+        self.seconds = 0.0
+        self.waited_s = 0.0
+        self.num_steps = 0
+
+    def host(self, seconds: float) -> str:
+        """What a step cost the host, of ``seconds`` in all. It is hidden where it waits as well."""
+        steps = max(self.num_steps, 1)
+        work_ms, waited_ms = (seconds - self.waited_s) / steps * 1e3, self.waited_s / steps * 1e3
+        return f"host {work_ms:.2f} ms a step, then waits {waited_ms:.2f}"
+
+    @contextmanager
+    def counted(self) -> Iterator[Floors]:
+        scheduler = self._core.scheduler
+        plan = scheduler.plan
+
+        def counting() -> StepPlan | None:
+            found = plan()
+            if found is not None:
+                batch = found.batch
+                # Read by each row for itself, as if nothing were shared.
+                keys = float(scheduler.rows.num_computed[batch.rows].sum())
+                self.seconds += self._cost.step_s(
+                    batch.num_tokens, len(found.sampled_rows()), keys, self._ceilings
+                )
+                self.num_steps += 1
+            return found
+
+        collect = self._core.executor.collect
+
+        def waiting() -> StepResult:
+            started = time.perf_counter()
+            result = collect()
+            self.waited_s += time.perf_counter() - started
+            return result
+
+        scheduler.plan = counting  # type: ignore[method-assign]
+        self._core.executor.collect = waiting  # type: ignore[method-assign]
+        try:
+            yield self
+        finally:
+            scheduler.plan = plan  # type: ignore[method-assign]
+            self._core.executor.collect = collect  # type: ignore[method-assign]
+
+
+def shape(name: str) -> str:
+    """Path of a model's shape, to be run with random weights."""
+    return str(resources.files("octavo.bench") / "shapes" / f"{name}.json")
+
+
+def open_llm(name: str, **options: Any) -> LLM:
+    """An engine of random weights of one of `SHAPES`, or of any other ``config.json``."""
+    from octavo.engine.llm import LLM
+
+    path = shape(name) if name in SHAPES else name
+    return LLM(path, load_format="dummy", max_queued_requests=100_000, **options)
+
+
+def generate(llm: LLM, lengths: Sequence[tuple[int, int]], seed: int, prefix: int = 0) -> float:
+    """Seconds for requests of (prompt, output) random tokens, ``prefix`` tokens in common."""
+    random = np.random.default_rng(seed)
+    common = random.integers(0, llm.report.vocab_size, prefix).tolist()
+    prompts = [
+        common + random.integers(0, llm.report.vocab_size, prompt).tolist() for prompt, _ in lengths
+    ]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True) for _, output in lengths
+    ]
+    gc.collect()
+    gc.freeze()
+    started = time.perf_counter()
+    llm.generate(prompts, params)
+    seconds = time.perf_counter() - started
+    gc.unfreeze()
+    return seconds
+
+
+def decode(llm: LLM, rows: int, ceilings: Ceilings, steps: int = _STEPS) -> Figure:
+    generate(llm, [(_PROMPT, 4)] * rows, 1)
+    one = min(generate(llm, [(_PROMPT, 1)] * rows, seed) for seed in (2, 3))
+    floors = Floors(llm, ceilings)
+    with floors.counted():
+        many = generate(llm, [(_PROMPT, steps + 1)] * rows, 4)
+    step_ms = (many - one) / steps * 1e3
+    floor_s = Cost.of(llm).step_s(rows, rows, rows * (_PROMPT + steps / 2), ceilings)
+    return _timed(f"decode {rows}", "ms a step", step_ms, floor_s * 1e3, floors.host(many))
+
+
+def sharegpt(llm: LLM, ceilings: Ceilings) -> list[Figure]:
+    """Twice: the first run also captures the steps of every batch size it passes."""
+    path = resources.files("octavo.bench") / "data" / "sharegpt_lengths_1000.csv"
+    items = load_trace(str(path))
+    lengths = [(item.num_prompt_tokens, item.num_output_tokens) for item in items]
+    figures = []
+    for name in ("sharegpt, first run", "sharegpt"):
+        floors = Floors(llm, ceilings)
+        with floors.counted():
+            seconds = generate(llm, lengths, 5)
+        num_tokens = sum(output for _, output in lengths)
+        figures.append(_rate(name, num_tokens, seconds, floors))
+    return figures
+
+
+def shared_prefix(llm: LLM, ceilings: Ceilings) -> Figure:
+    """With a prefix cache that is empty at first."""
+    lengths = [(64, 64)] * 512
+    generate(llm, lengths, 6, prefix=2048)
+    llm._core.scheduler.reset_prefix_cache()
+    floors = Floors(llm, ceilings)
+    with floors.counted():
+        seconds = generate(llm, lengths, 7, prefix=2048)
+    return _rate("shared-prefix", 512 * 64, seconds, floors)
+
+
+def prefill(llm: LLM, num_tokens: int, ceilings: Ceilings) -> Figure:
+    generate(llm, [(num_tokens, 1)], 8)
+    seconds = generate(llm, [(num_tokens, 1)], 9)
+    cost = Cost.of(llm)
+    attention_s = 2 * cost.attention_width * num_tokens**2 / ceilings.matmul_flops
+    floor_ms = (cost.step_s(num_tokens, 1, 0, ceilings) + attention_s) * 1e3
+    return _timed(f"prefill {num_tokens}", "ms", seconds * 1e3, floor_ms)
+
+
+def swap(llm: LLM, ceilings: Ceilings) -> list[Figure]:
+    """All host blocks out and in again; needs ``swap_memory``."""
+    import torch
+
+    from octavo.core.plan import Batch, StepPlan, SwapIn, SwapOut, int_array
+
+    runner = llm._core.executor.runner  # type: ignore[attr-defined]
+    arena = runner.arena
+    count = len(arena.host) - 1
+    blocks = int_array(np.random.default_rng(0).permutation(arena.num_blocks - 1)[:count] + 1)
+    host = int_array(np.arange(1, count + 1))
+    figures = []
+    commands = {"out": SwapOut(blocks, host), "in": SwapIn(-1, host, blocks)}
+    for way, ceiling in (("out", ceilings.to_host_bytes), ("in", ceilings.from_host_bytes)):
+        best = float("inf")
+        for _ in range(3):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            plan = StepPlan(step_id=0, batch=Batch.empty(), commands=(commands[way],))
+            runner.collect(runner.launch(plan))
+            torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - started)
+        rate = count * arena.layout.block_bytes / best
+        notes = f"{count} blocks of {arena.layout.block_bytes / 2**20:.2f} MiB"
+        figures.append(
+            Figure(
+                work=f"swap {way}",
+                unit="GB/s",
+                figure=rate / 1e9,
+                floor=ceiling / 1e9,
+                share=rate / ceiling,
+                notes=notes,
+            )
+        )
+    return figures
+
+
+def startup(name: str) -> Figure:
+    """A process of its own, with the caches as they are."""
+    code = (
+        "import sys; from octavo.bench import works; from octavo.core.sampling_params import "
+        "SamplingParams; llm = works.open_llm(sys.argv[1]); "
+        "llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1)); "
+        "print(' '.join(f'{k} {v:.1f}' for k, v in llm.report.start_s.items()))"
+    )
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code, name], check=True, capture_output=True, text=True
+    )
+    seconds = time.perf_counter() - started
+    return Figure(work="startup", unit="s", figure=seconds, notes=done.stdout.strip())
+
+
+def run(
+    name: str,
+    works: Sequence[str],
+    emit: Callable[[Figure], None],
+    *,
+    profile: str | None = None,
+) -> dict[str, Any]:
+    """Run ``works`` on a model's shape, telling each figure as it comes; returns the report.
+
+    ``profile`` is a file for a trace of the works in this process. Tracing costs time.
+    """
+    if profile is None:
+        return _run(name, works, emit)
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as tracing
+
+    with tracing(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        report = _run(name, works, emit)
+    trace.export_chrome_trace(profile)
+    return report
+
+
+def _run(name: str, works: Sequence[str], emit: Callable[[Figure], None]) -> dict[str, Any]:
+    from octavo.bench.ceilings import Ceilings
+
+    figures: list[Figure] = []
+
+    def tell(*found: Figure) -> None:
+        for figure in found:
+            figures.append(figure)
+            emit(figure)
+
+    if "startup" in works:
+        tell(startup(name))
+    ceilings = Ceilings.measure()
+    with open_llm(
+        name, prefix_caching=False, swap_memory="1GiB" if "swap" in works else "0"
+    ) as llm:
+        engine = str(llm.report)
+        if "swap" in works:
+            tell(*swap(llm, ceilings))
+        for rows in DECODE_ROWS if "decode" in works else ():
+            tell(decode(llm, rows, ceilings))
+        if "sharegpt" in works:
+            tell(*sharegpt(llm, ceilings))
+        for num_tokens in PREFILL_TOKENS if "prefill" in works else ():
+            tell(prefill(llm, num_tokens, ceilings))
+    if "shared-prefix" in works:
+        _forget(llm)
+        with open_llm(name) as llm:
+            tell(shared_prefix(llm, ceilings))
+    if "deterministic" in works:
+        _forget(llm)
+        with open_llm(name, prefix_caching=False, deterministic=True) as llm:
+            for rows in DETERMINISTIC_ROWS:
+                figure = decode(llm, rows, ceilings, steps=64)
+                tell(replace(figure, work=f"deterministic {rows}"))
+    return {
+        "model": name,
+        "engine": engine,
+        "versions": versions(),
+        "ceilings": {field: getattr(ceilings, field) for field in ceilings.__slots__},
+        "figures": [
+            {field: getattr(figure, field) for field in figure.__slots__} for figure in figures
+        ],
+    }
+
+
+def _forget(llm: LLM) -> None:
+    """Give an engine's memory back, before the next one takes what there is."""
+    import torch
+
+    llm._core.executor.close()
+    llm._core = None  # type: ignore[assignment]
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def versions() -> dict[str, str]:
+    """What the figures depend on."""
+    import torch
+    import triton
+
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+        "gpu": torch.cuda.get_device_name(),
+    }
+
+
+HEADER = f"{'work':<20} {'figure':>10} {'unit':<10} {'floor':>10} {'share':>8}"
+
+
+def line(figure: Figure) -> str:
+    """A figure as text, under `HEADER`."""
+    floor = "" if figure.floor is None else f"{figure.floor:>10.2f} {figure.share:>8.2f}"
+    return f"{figure.work:<20} {figure.figure:>10.2f} {figure.unit:<10} {floor:<19} {figure.notes}"
+
+
+def summary(report: dict[str, Any]) -> str:
+    """What the figures of a report were measured with."""
+    at = report["ceilings"]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = [
+        report["engine"],
+        f"Ceilings: read {at['read_bytes'] / 1e12:.2f} TB/s, product "
+        f"{at['matmul_flops'] / 1e12:.0f} TFLOP/s, to host {at['to_host_bytes'] / 1e9:.1f} GB/s, "
+        f"from host {at['from_host_bytes'] / 1e9:.1f} GB/s",
+        f"Versions: {versions}",
+    ]
+    return "\n".join(lines)
+
+
+def _timed(work: str, unit: str, figure: float, floor: float, notes: str = "") -> Figure:
+    share = floor / figure
+    return Figure(work=work, unit=unit, figure=figure, floor=floor, share=share, notes=notes)
+
+
+def _rate(work: str, num_tokens: int, seconds: float, floors: Floors) -> Figure:
+    return Figure(
+        work=work,
+        unit="tokens/s",
+        figure=num_tokens / seconds,
+        floor=num_tokens / floors.seconds,
+        share=floors.seconds / seconds,
+        notes=f"{seconds:.2f} s, {floors.num_steps} steps, {floors.host(seconds)}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure works on a GPU.")
+    parser.add_argument("works", nargs="*", default=list(WORKS), help=", ".join(WORKS))
+    parser.add_argument("--model", default=SHAPES[0], help="a shape's name or a config.json")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    unknown = set(given.works) - set(WORKS)
+    if unknown:
+        parser.error(f"unknown works {', '.join(sorted(unknown))}; choose from {', '.join(WORKS)}")
+    emit: Callable[[Figure], None] = (
+        (lambda figure: None) if given.json else (lambda figure: print(line(figure), flush=True))
+    )
+    if not given.json:
+        print(HEADER, flush=True)
+    report = run(given.model, given.works, emit)
+    print(json.dumps(report) if given.json else summary(report))
+
+
+if __name__ == "__main__":
+    main()

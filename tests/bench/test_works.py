@@ -1,0 +1,46 @@
+"""What the GPU's benches compute and refuse where there is no GPU; the rest runs on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from octavo.bench import works
+from octavo.bench.ceilings import Ceilings
+from octavo.bench.works import Cost
+from octavo.cli import app
+
+AT = Ceilings(read_bytes=100.0, matmul_flops=1000.0, to_host_bytes=1.0, from_host_bytes=1.0)
+
+
+def test_the_floor_of_a_step() -> None:
+    """Reading binds at few rows, multiplying at many; keys are always read."""
+    cost = Cost(layer_bytes=200, head_bytes=100, token_bytes=10)
+    few = cost.step_s(num_tokens=1, num_sampled=1, num_keys=0, at=AT)
+    assert few == pytest.approx(200 / 100 + 100 / 100)
+    many = cost.step_s(num_tokens=100, num_sampled=1, num_keys=30, at=AT)
+    assert many == pytest.approx(200 * 100 / 1000 + 100 / 100 + 30 * 10 / 100)
+    assert cost.step_s(num_tokens=1, num_sampled=0, num_keys=0, at=AT) == pytest.approx(2.0)
+
+
+def test_shapes_and_lengths_are_in_the_package() -> None:
+    from octavo.core.model_config import ModelConfig
+    from octavo.execution.models.loading import load_config
+
+    for name in works.SHAPES:
+        assert isinstance(load_config(works.shape(name)), ModelConfig)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+@pytest.mark.parametrize("arguments", [["gpu"], ["gpu", "decode"], ["kernels"]])
+def test_without_a_gpu(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 1
+    assert "no CUDA device" in result.output
+
+
+def test_a_figure_as_text() -> None:
+    figure = works.Figure(work="decode 8", unit="ms a step", figure=4.0, floor=3.0, share=0.75)
+    assert works.line(figure).split() == ["decode", "8", "4.00", "ms", "a", "step", "3.00", "0.75"]
+    assert "startup" in works.line(works.Figure(work="startup", unit="s", figure=5.0))

@@ -1,0 +1,71 @@
+"""bfloat16 on a GPU against Transformers in float32 on a CPU, through the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from execution.models.tiny_models import tiny_llama
+from octavo.config import EngineConfig
+from octavo.core.plan import int_array
+from octavo.core.request import Request
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.build import build_engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.02,
+}
+
+
+@pytest.mark.parametrize("length", [3, 500, 6000])
+def test_scores_are_close_to_float32(tmp_path: Path, length: int) -> None:
+    """Every token's log probability, and whether the likeliest is the same."""
+    reference = tiny_llama(**SHAPE).float()
+    reference.save_pretrained(tmp_path)
+    prompt = np.random.default_rng(0).integers(3, SHAPE["vocab_size"], length)
+    with torch.no_grad():
+        logits = reference(torch.from_numpy(prompt)[None]).logits[0, :-1]
+    expected = logits.log_softmax(dim=-1).gather(1, torch.from_numpy(prompt[1:])[:, None])[:, 0]
+    best = logits.argmax(dim=-1).numpy()
+    config = EngineConfig(
+        model=str(tmp_path), device="cuda", dtype="bfloat16", kv_memory="1GiB", max_num_seqs=8
+    )
+    core, _ = build_engine(config)
+    core.scheduler.add(
+        Request(
+            number=0,
+            prompt_token_ids=int_array(prompt),
+            params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1),
+            max_tokens=1,
+            seed=0,
+            stop_token_ids=(),
+        )
+    )
+    found, likeliest = np.zeros(length - 1), np.zeros(length - 1, dtype=np.int64)
+    while core.has_work:
+        for piece in core.step().prompt_logprobs:
+            own = slice(piece.start - 1, piece.start - 1 + len(piece.token_ids))
+            found[own] = piece.scores.logprobs
+            likeliest[own] = piece.scores.top_ids[:, 0]
+    core.close()
+    error = np.abs(found - expected.numpy())
+    agreement = float((likeliest == best).mean())
+    print(f"{length} tokens: mean error {error.mean():.4f}, agreement {agreement:.4f}")
+    assert error.mean() < 0.02
+    assert agreement > 0.93

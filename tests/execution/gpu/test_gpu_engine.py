@@ -1,0 +1,231 @@
+"""The GPU's runner under the scheduler gives the tokens of the CPU's, whatever the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.tiny_engine import build, run
+from execution.models.tiny_models import tiny_qwen3
+from octavo.config import EngineConfig
+from octavo.core.plan import KVCapacity, StepPlan, int_array
+from octavo.core.request import BeamResult, Request
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.core import EngineCore
+from octavo.engine.mechanism import resolve_limits
+from octavo.execution.device import CUDADevice, Device, PlainDevice
+from octavo.execution.models.loading import load_config, load_model
+from octavo.memory import prefix_groups
+from octavo.memory.paged import PagedManager
+from octavo.scheduling.preemption import PreemptionPolicy
+from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+BLOCK_SIZE = 4
+MAX_NUM_SEQS = 4
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_qwen3(head_dim=16).save_pretrained(folder)
+    return folder
+
+
+def gpu_engine(
+    model: Path,
+    *,
+    num_blocks: int,
+    depth: int,
+    chunk: int,
+    num_host_blocks: int = 0,
+    dtype: str = "float32",
+    is_invariant: bool = False,
+) -> EngineCore:
+    from octavo.engine.build_gpu import GPUParts
+    from octavo.execution.executors.gpu import GPUExecutor
+
+    device: Device = CUDADevice() if ON_GPU else PlainDevice()
+    config = EngineConfig(
+        model=str(model), dtype="float32", max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=chunk,
+        depth=depth,
+    )  # fmt: skip
+    limits = resolve_limits(
+        config, str(model), load_config(model), max_num_seqs=1, max_num_batched_tokens=1, depth=1
+    )
+    decoder = load_model(
+        model, dtype=dtype, device=device.torch_device, max_positions=limits.max_model_len
+    )
+    parts = GPUParts(decoder, device, BLOCK_SIZE, limits, is_invariant=is_invariant)
+    runner = parts.runner(num_blocks, num_host_blocks, capture=ON_GPU)
+    capacity = KVCapacity(num_blocks, BLOCK_SIZE, parts.layout.block_bytes, num_host_blocks)
+    manager = PagedManager(
+        num_blocks,
+        BLOCK_SIZE,
+        MAX_NUM_SEQS,
+        prefix_caching=True,
+        num_host_blocks=num_host_blocks,
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=chunk,
+            max_model_len=limits.max_model_len,
+            max_queued_requests=16,
+            preemption=PreemptionPolicy(mode="swap" if num_host_blocks else "recompute"),
+            finds_prefix_groups=True,
+        ),
+        manager,
+    )
+    return EngineCore(scheduler, GPUExecutor(runner, capacity), depth)
+
+
+def requests(max_tokens: int = 5) -> list[Request]:
+    """Greedy, sampled as a group, penalized and scored, and a beam search."""
+    kinds: list[tuple[dict[str, Any], int]] = [
+        ({"temperature": 0.0}, 1),
+        ({"temperature": 0.9}, 2),
+        ({"temperature": 0.0, "repetition_penalty": 1.5, "logprobs": 2}, 1),
+        ({"temperature": 0.0, "use_beam_search": True, "beam_width": 2}, 1),
+    ]
+    random = np.random.default_rng(0)
+    return [
+        Request(
+            number=10 * index,
+            prompt_token_ids=int_array(random.integers(3, 96, length)),
+            params=SamplingParams(max_tokens=max_tokens, **kind),
+            max_tokens=max_tokens,
+            seed=index,
+            stop_token_ids=(),
+            n=n,
+            beam_width=kind.get("beam_width", 0),
+        )
+        for index, ((kind, n), length) in enumerate(zip(kinds, (9, 13, 3, 6), strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[int, list[int]]:
+    core, _ = build(model, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE)
+    found = run(core, requests(), beams={})
+    core.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "depth", "chunk", "num_host_blocks"),
+    [(60, 1, 32, 0), (9, 2, 5, 0), (9, 2, 32, 16)],
+)
+def test_tokens_are_those_of_the_cpu(
+    model: Path,
+    expected: dict[int, list[int]],
+    num_blocks: int,
+    depth: int,
+    chunk: int,
+    num_host_blocks: int,
+) -> None:
+    core = gpu_engine(
+        model, num_blocks=num_blocks, depth=depth, chunk=chunk, num_host_blocks=num_host_blocks
+    )
+    beams: dict[int, BeamResult] = {}
+    assert run(core, requests(), beams=beams) == expected
+    assert beams
+    if num_blocks < 20:
+        assert core.scheduler.num_preemptions
+    assert bool(core.scheduler.num_swaps) == bool(num_host_blocks)
+    core.close()
+
+
+def test_rows_that_begin_alike_read_it_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_groups, "MIN_SAVED_TOKENS", 8)
+    random = np.random.default_rng(1)
+    common = random.integers(3, 96, 10)
+    asked = [
+        Request(
+            number=index,
+            prompt_token_ids=int_array([*common, *random.integers(3, 96, own)]),
+            params=SamplingParams(temperature=0.0, max_tokens=5),
+            max_tokens=5,
+            seed=0,
+            stop_token_ids=(),
+        )
+        for index, own in enumerate((3, 1, 6))
+    ]
+    plain, _ = build(model, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE)
+    core = gpu_engine(model, num_blocks=60, depth=2, chunk=64)
+    launch, groups = core.executor.launch, []
+
+    def seen(plan: StepPlan) -> None:
+        groups.extend(plan.batch.prefix_groups or ())
+        launch(plan)
+
+    monkeypatch.setattr(core.executor, "launch", seen)
+    assert run(core, asked) == run(plain, asked)
+    assert {(tuple(group.places), group.num_tokens) for group in groups} == {((0, 1, 2), 8)}
+    core.close()
+    plain.close()
+
+
+def test_deterministic_scores_are_the_same_to_the_last_bit(model: Path) -> None:
+    """Alone, and beside others in chunks of five: the same tokens and the same scores."""
+    random = np.random.default_rng(2)
+    asked = [
+        Request(
+            number=index,
+            prompt_token_ids=int_array(random.integers(3, 96, length)),
+            params=SamplingParams(temperature=0.0, max_tokens=3, logprobs=2),
+            max_tokens=3,
+            seed=0,
+            stop_token_ids=(),
+        )
+        for index, length in enumerate((11, 7))
+    ]
+    dtype = "bfloat16" if ON_GPU else "float32"
+    found = []
+    for together, chunk in ((False, 64), (True, 5)):
+        core = gpu_engine(
+            model, num_blocks=60, depth=1, chunk=chunk, dtype=dtype, is_invariant=True
+        )
+        scores: dict[int, list[tuple[int, bytes]]] = {0: [], 1: []}
+        for batch in [asked] if together else [[request] for request in asked]:
+            for request in batch:
+                core.scheduler.add(request)
+            while core.has_work:
+                outputs = core.step()
+                if outputs.logprobs is None:
+                    continue
+                for number, token, logprob in zip(
+                    outputs.numbers,
+                    outputs.token_ids,
+                    outputs.logprobs.scores.logprobs,
+                    strict=True,
+                ):
+                    scores[int(number)].append((int(token), logprob.tobytes()))
+        found.append(scores)
+        core.close()
+    assert found[0] == found[1]
+    assert all(len(tokens) == 3 for tokens in found[0].values())
+
+
+def test_a_row_without_numbers_fails_its_step_only(model: Path) -> None:
+    core = gpu_engine(model, num_blocks=60, depth=2, chunk=32)
+    runner = core.executor.runner  # type: ignore[attr-defined]
+    weight = runner.model.model.norm.weight
+    sound = weight.clone()
+    with torch.inference_mode():
+        weight.fill_(float("nan"))
+    (request, *_) = requests()
+    core.scheduler.add(request)
+    errors = []
+    while core.has_work:
+        errors += [finished.error for finished in core.step().finished]
+    assert [("not finite" in (error or "")) for error in errors] == [True]
+    with torch.inference_mode():
+        weight.copy_(sound)
+    assert len(run(core, [request])[request.number]) == request.max_tokens
+    core.close()

@@ -12,6 +12,7 @@ import typer
 from octavo import __version__, options
 from octavo.bench.commands import bench_app
 from octavo.config import DEFAULT_MODEL, EngineConfig, ServerConfig, api_keys_of
+from octavo.layout_command import layout
 from octavo.options import DEFAULTS
 from octavo.terminal import print_json, readable_errors
 
@@ -341,6 +342,9 @@ def pull(
         from octavo.model_store import pull as fetch
 
         typer.echo(fetch(model))
+
+
+app.command()(layout)
 
 
 def main() -> None:

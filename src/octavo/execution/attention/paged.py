@@ -103,6 +103,8 @@ class PagedAttention:
 
     def plan(self, step: PagedStep) -> PagedStepAttention:
         splits, min_keys = self._splits(max(step.max_decode, 1), step.is_long)
+        longest = step.tables.shape[1] * self.layers[0].shape[1]
+        splits = min(splits, -(-longest // min_keys))
         return PagedStepAttention(self, step, self._workspace, splits, min_keys)
 
 

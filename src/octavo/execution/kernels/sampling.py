@@ -20,6 +20,7 @@ BAD_LOGITS = -1
 
 # Programs of a row: few rows need many to keep memory busy.
 _CHUNKS, _MANY_CHUNKS, _FEW_ROWS = 8, 32, 16
+_BLOCK = 4096
 _NO_KEY = -(2**63)
 
 
@@ -124,6 +125,7 @@ def argmax_tokens(
     """
     n, vocab = logits.shape
     chunks = _MANY_CHUNKS if n <= _FEW_ROWS else _CHUNKS
+    chunks = min(chunks, triton.next_power_of_2(triton.cdiv(vocab, _BLOCK)))
     _argmax[(n, chunks)](
         logits,
         sampled.tokens,
@@ -139,7 +141,7 @@ def argmax_tokens(
         vocab,
         logits.stride(0),
         CHUNKS=chunks,
-        BLOCK=4096,
+        BLOCK=_BLOCK,
         PDL=PDL,
         num_warps=8,
         **OVERLAP,

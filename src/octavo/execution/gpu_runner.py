@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from octavo.core.layout import num_blocks_for
 from octavo.core.plan import (
     Batch,
+    BoolArray,
     IntArray,
     PromptLogprobs,
     RowInit,
@@ -119,9 +120,11 @@ class GPURunner:
                     self.position[row] = self.position[fan_out.source_row]
             rows = plan.sampled_rows()
             is_random = bool(self._is_random[rows].any())
+            edited, scored = self.sampler.needs(rows, self.position[rows].astype(np.int64))
+            has_logits = bool(edited.any() or scored.any())
             prompts: tuple[PromptLogprobs, ...] = ()
             if self._is_steady(plan, starts):
-                logits = self.graphs.decode(batch, int(starts.max()) + 1, is_random)
+                logits = self.graphs.decode(batch, int(starts.max()) + 1, is_random, has_logits)
             else:
                 self._is_placed[batch.rows] = batch.samples
                 hidden = self._forward(batch, starts)
@@ -130,8 +133,12 @@ class GPURunner:
                 if not len(rows):
                     return self._pending(plan, 0, transfers, prompts=prompts)
                 index = self._sampled_tokens(plan)
-                logits = self.graphs.head(hidden, index, rows, self.position[rows], is_random)
-            logprobs = self._finish_on_host(logits, rows)
+                logits = self.graphs.head(
+                    hidden, index, rows, self.position[rows], is_random, has_logits
+                )
+            logprobs = None
+            if logits is not None:
+                logprobs = self._finish_on_host(logits, rows, edited, scored)
             return self._pending(plan, len(rows), transfers, logprobs, prompts)
 
     def collect(self, pending: PendingStep) -> StepResult:
@@ -252,14 +259,13 @@ class GPURunner:
         ]
         return np.concatenate([index, np.array(fanned, dtype=np.int64)])
 
-    def _finish_on_host(self, logits: torch.Tensor, rows: IntArray) -> StepLogprobs | None:
+    def _finish_on_host(
+        self, logits: torch.Tensor, rows: IntArray, edited: BoolArray, scored: BoolArray
+    ) -> StepLogprobs | None:
         """Sample and score the rows that need more than the device's kernels do. Waits for the
         step: rows that ask for it pay, and their neighbours in the step."""
         indices = self.position[rows].astype(np.int64)
-        edited, scored = self.sampler.needs(rows, indices)
         places = np.flatnonzero(edited | scored)
-        if not len(places):
-            return None
         own = logits[torch.from_numpy(places).to(logits.device)].float().cpu()
         if edited.any():
             which = np.flatnonzero(edited[places])

@@ -78,20 +78,26 @@ class StepGraphs:
         most = _token_bucket(max_num_batched_tokens)
         self._forward_inputs = Staging(device, 3 * most + 4 * _padded(most + 64) + 32, depth)
         self._hidden: torch.Tensor | None = None
+        self._captured_states: torch.Tensor | None = None
         self._batch: Batch | None = None
         self._max_tiles = 0
 
-    def decode(self, batch: Batch, longest: int, is_random: bool) -> torch.Tensor:
-        """One token of every row: ``[rows, vocab]`` logits, tokens in ``out``. ``longest`` is the
-        longest row's length."""
+    def decode(
+        self, batch: Batch, longest: int, is_random: bool, has_logits: bool
+    ) -> torch.Tensor | None:
+        """One token of every row, tokens in ``out``; with ``has_logits`` their logits, ``[rows,
+        vocab]``, until the next step. ``longest`` is the longest row's length."""
         count = len(batch.rows)
         size = min(_batch_bucket(count), _padded(self._rows.num_rows))
         if batch is not self._batch:
             self._max_tiles = self._send_batch(batch, size)
             self._batch = batch
         is_long, max_tiles = longest > _LONG, self._max_tiles
-        key = ("decode", size, is_long, is_random, max_tiles)
-        return self._run(key, lambda: self._decode(size, is_long, is_random, max_tiles))[:count]
+        key = ("decode", size, is_long, is_random, max_tiles, has_logits)
+        logits = self._run(
+            key, lambda: self._decode(size, is_long, is_random, max_tiles, has_logits)
+        )
+        return logits[:count] if has_logits else None
 
     def _send_batch(self, batch: Batch, size: int) -> int:
         """Rows and prefix tiles of a decode batch. Returns how many tiles its graph is for."""
@@ -198,8 +204,17 @@ class StepGraphs:
 
         if not is_captured:
             return work()
+
+        def captured() -> torch.Tensor:
+            """States in memory that all captured steps share."""
+            hidden = work()
+            if self._captured_states is None:
+                shape = (_MAX_CAPTURED_TOKENS, hidden.shape[1])
+                self._captured_states = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+            return self._captured_states[:size].copy_(hidden)
+
         key = ("forward", size, max_tiles, max_decode, is_long)
-        return self._run(key, work)
+        return self._run(key, captured)
 
     @staticmethod
     def _dense_chunks(
@@ -223,9 +238,10 @@ class StepGraphs:
         rows: IntArray,
         next_positions: IntArray,
         is_random: bool,
-    ) -> torch.Tensor:
+        has_logits: bool,
+    ) -> torch.Tensor | None:
         """Sample for ``rows`` from the states ``hidden[index]``, whose next tokens stand at
-        ``next_positions``: ``[rows, vocab]`` logits, tokens in ``out``."""
+        ``next_positions``; results as `decode`."""
         count = len(rows)
         size = min(_batch_bucket(count), _padded(self._rows.num_rows))
         width = _padded(size)
@@ -244,8 +260,9 @@ class StepGraphs:
         sampled = SampledRows(
             self._order[:size], sent[width:][:size], sent[2 * width :][:size], self._rows.num_rows
         )
-        key = ("head", size, is_random)
-        return self._run(key, lambda: self._sample(states, sampled, is_random))[:count]
+        key = ("head", size, is_random, has_logits)
+        logits = self._run(key, lambda: self._sample(states, sampled, is_random, has_logits))
+        return logits[:count] if has_logits else None
 
     def overwrite(
         self, places: NDArray[np.int64], rows: IntArray, token_ids: NDArray[np.int64]
@@ -268,7 +285,9 @@ class StepGraphs:
             self._graphs[key] = replay
         return replay()
 
-    def _decode(self, size: int, is_long: bool, is_random: bool, max_tiles: int) -> torch.Tensor:
+    def _decode(
+        self, size: int, is_long: bool, is_random: bool, max_tiles: int, has_logits: bool
+    ) -> torch.Tensor | None:
         rows = self._rows
         token_ids, token_rows, positions = (part[:size] for part in self._decode_inputs)
         gather_rows(
@@ -290,7 +309,7 @@ class StepGraphs:
         )
         hidden = self._model.forward(token_ids, positions, self._attention.plan(step))
         sampled = SampledRows(self._order[:size], token_rows, positions, rows.num_rows)
-        return self._sample(hidden, sampled, is_random)
+        return self._sample(hidden, sampled, is_random, has_logits)
 
     def _forward(
         self,
@@ -321,14 +340,17 @@ class StepGraphs:
         hidden: torch.Tensor = self._model.forward(token_ids, positions, self._attention.plan(step))
         return hidden
 
-    def _sample(self, hidden: torch.Tensor, sampled: SampledRows, is_random: bool) -> torch.Tensor:
+    def _sample(
+        self, hidden: torch.Tensor, sampled: SampledRows, is_random: bool, has_logits: bool
+    ) -> torch.Tensor | None:
         rows = self._rows
         logits = self._model.logits(hidden)
         out = self.out[: len(logits)]
         argmax_tokens(logits, sampled, self._workspace, out, rows.last_token, rows.position)
         if is_random:
             sample_tokens(logits, sampled, rows.sampling, self._workspace, out, rows.last_token)
-        return logits
+        # Kept alive by a captured step, they would be memory that no other step can use.
+        return logits if has_logits else None
 
 
 def _tiles(

@@ -55,9 +55,13 @@ class Recorder:
         self.seen: list[torch.Tensor] = []
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.model.forward(token_ids, positions, attention)
+        return self.model.forward(token_ids, positions, attention, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.seen.append(self.model.logits(hidden))

@@ -33,7 +33,11 @@ class Model(Protocol):
     """What a runner needs of a model (see `octavo.execution.models`)."""
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
@@ -86,9 +90,15 @@ class Runner:
         )
         token_ids = torch.from_numpy(self._token_ids(step))
         positions = torch.from_numpy(step.positions)
-        hidden = self.model.forward(token_ids, positions, self.attention.plan(step))
+        last = torch.from_numpy(ends[batch.samples].astype(np.int64) - 1)
+        # Prompts that are scored need the states of all their tokens.
+        wanted = None if self._scored or len(last) == batch.num_tokens else last
+        attention = self.attention.plan(step)
+        hidden = self.model.forward(token_ids, positions, attention, wanted)
         prompts = self._score_prompts(step, hidden) if self._scored else ()
-        tokens, logprobs = self._sample(plan, hidden, ends)
+        tokens, logprobs = self._sample(
+            plan, hidden if wanted is not None or len(last) == len(hidden) else hidden[last]
+        )
         return StepResult(
             plan.step_id,
             tokens.astype(np.int32),
@@ -165,14 +175,12 @@ class Runner:
         return tuple(found)
 
     def _sample(
-        self, plan: StepPlan, hidden: torch.Tensor, ends: IntArray
+        self, plan: StepPlan, hidden: torch.Tensor
     ) -> tuple[NDArray[np.int64], StepLogprobs | None]:
-        batch = plan.batch
+        """``hidden`` are the states of the batch's sampled rows, in their order."""
         rows = plan.sampled_rows()
         if not len(rows):
             return np.zeros(0, dtype=np.int64), None
-        if len(ends) != len(batch.sampled_rows) or len(hidden) != len(ends):
-            hidden = hidden[torch.from_numpy(ends[batch.samples].astype(np.int64) - 1)]
         logits = self.model.logits(hidden)
         if plan.fan_outs:
             logits = logits[torch.from_numpy(self._fan_out(plan))]

@@ -152,10 +152,16 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``token_ids``: int64 ``[num_tokens]``; ``positions``: each token's place in its
-        sequence, int32 or int64 ``[num_tokens]``. Returns final-normed ``[num_tokens, hidden]``.
+        sequence, int32 or int64 ``[num_tokens]``. Returns final-normed ``[num_tokens, hidden]``, or
+        only the states of ``wanted``, int64 indices of tokens: the last layer then computes keys
+        and values of the others, and no more.
         """
         residual = self.embedding(token_ids)
         if self.project_in is not None:
@@ -164,8 +170,11 @@ class Decoder:
             residual = residual + self.positions(positions)
         if self._is_wide:
             residual = residual.float()
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             residual = layer(residual, attention)
+        residual = self.layers[-1](residual, attention, wanted)
+        if not len(residual):
+            return residual
         if self.norm is not None:
             residual = self.norm(residual)
         return residual if self.project_out is None else self.project_out(residual)

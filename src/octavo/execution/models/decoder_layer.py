@@ -74,15 +74,34 @@ class DecoderLayer:
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.output, self.up, self.down
 
-    def __call__(self, residual: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        """``residual``: ``[num_tokens, hidden]``, changed in place and returned."""
-        residual.add_(self.attend(self.attention_norm(residual), attention))
-        residual.add_(self.down(self.activate(self.up(self.mlp_norm(residual)))))
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        attention: StepAttention,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``residual``: ``[num_tokens, hidden]``, changed in place and returned. In the last layer
+        only ``wanted`` tokens (int64 indices) may be read afterwards: they alone are returned, and
+        of the others only keys and values are computed."""
+        residual, heads = self.attend(residual, self.attention_norm(residual), attention, wanted)
+        if len(residual):
+            residual.add_(self.output(heads))
+            residual.add_(self.down(self.activate(self.up(self.mlp_norm(residual)))))
         return residual
 
-    def attend(self, x: torch.Tensor | QuantizedInputs, attention: StepAttention) -> torch.Tensor:
-        """Attention of ``x``, from its projections to its output's."""
+    def attend(
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor | QuantizedInputs,
+        attention: StepAttention,
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual of the ``wanted`` tokens (None: all) and the heads' attention of ``x`` for
+        them."""
         qkv = self.qkv(x)
         if self.query_key_norm is not None:
             qkv = self.query_key_norm(qkv)
-        return self.output(attention(self.index, qkv))
+        heads = attention(self.index, qkv)
+        if wanted is None:
+            return residual, heads
+        return residual.index_select(0, wanted), heads.index_select(0, wanted)

@@ -40,8 +40,16 @@ class PostNormLayer(DecoderLayer):
     def _fuse(self, quantization: Quantization) -> None:
         """Norms stand before no product here: products quantize their inputs themselves."""
 
-    def __call__(self, residual: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        residual = self.attention_norm(residual + self.attend(residual, attention))
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        attention: StepAttention,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        residual, heads = self.attend(residual, residual, attention, wanted)
+        if not len(residual):
+            return residual
+        residual = self.attention_norm(residual + self.output(heads))
         return self.mlp_norm(residual + self.down(self.activate(self.up(residual))))
 
 

@@ -16,6 +16,7 @@ from octavo.core.plan import (
     NULL_BLOCK,
     IntArray,
     KVCapacity,
+    MapBlocks,
     StepLogprobs,
     StepPlan,
     StepResult,
@@ -61,10 +62,51 @@ def top_tokens(context: list[int], count: int) -> tuple[np.ndarray, np.ndarray]:
     return order.astype(np.int32), logprobs[order]
 
 
-class ToyExecutor:
-    """Implements the executor seam; with ``eager`` a plan runs at launch, else at collect."""
+class ToyMMU:
+    """What each slot shows: the address translation, in a dictionary a slot. Reading a place with
+    nothing in it is a fault."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_rows: int, eager: bool = True) -> None:
+    def __init__(self, num_slots: int, max_mapped: int | None = None) -> None:
+        self.slots: list[dict[int, int]] = [{} for _ in range(num_slots)]
+        self.num_calls = 0
+        self.max_mapped = max_mapped
+
+    @property
+    def num_mapped(self) -> int:
+        return sum(map(len, self.slots))
+
+    def obey(self, command: MapBlocks) -> None:
+        places = list(zip(command.slots.tolist(), command.places.tolist(), strict=True))
+        assert len(set(places)) == len(places), "a place comes twice"
+        for (slot, place), block_id in zip(places, command.block_ids.tolist(), strict=True):
+            self.num_calls += 1
+            if block_id == NULL_BLOCK:
+                del self.slots[slot][place]
+            else:
+                assert self.slots[slot].get(place) != block_id, "a place shows the block already"
+                self.slots[slot][place] = block_id
+            assert self.max_mapped is None or self.num_mapped <= self.max_mapped
+        for slot in set(command.slots.tolist()):
+            assert set(self.slots[slot]) == set(range(len(self.slots[slot]))), "a slot has a hole"
+
+    def block(self, slot: int, place: int) -> int:
+        assert place in self.slots[slot], f"slot {slot} shows nothing at place {place}"
+        return self.slots[slot][place]
+
+
+class ToyExecutor:
+    """Implements the executor seam; with ``eager`` a plan runs at launch, else at collect. With an
+    ``mmu`` rows are read and written through their slots, which must agree with their tables."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        eager: bool = True,
+        mmu: ToyMMU | None = None,
+    ) -> None:
+        self.mmu = mmu
         self.capacity = KVCapacity(num_blocks, block_size, block_bytes=1)
         self.arena = [[-1] * block_size for _ in range(num_blocks)]
         self.host = [[-1] * block_size for _ in range(4 * num_blocks)]
@@ -109,6 +151,11 @@ class ToyExecutor:
             self.tables[row][index] = block_id
         transfers = []
         for command in plan.commands:
+            if isinstance(command, MapBlocks):
+                assert self.mmu is not None, "nothing is mapped under `paged`"
+                assert command is plan.commands[0], "mapping comes before copies"
+                self.mmu.obey(command)
+                continue
             if isinstance(command, SwapOut):
                 self._copy(self.arena, command.block_ids, self.host, command.host_block_ids)
                 continue
@@ -183,15 +230,21 @@ class ToyExecutor:
 
     def _write(self, row: int, position: int, token: int) -> None:
         index, offset = divmod(position, self.capacity.block_size)
-        block_id = self.tables[row][index]
+        block_id = self._block(row, index)
         assert block_id != NULL_BLOCK
         self.arena[block_id][offset] = token
 
     def read(self, row: int) -> list[int]:
         size = self.capacity.block_size
         return [
-            self.arena[self.tables[row][p // size]][p % size] for p in range(self.position[row])
+            self.arena[self._block(row, p // size)][p % size] for p in range(self.position[row])
         ]
+
+    def _block(self, row: int, index: int) -> int:
+        block_id = self.tables[row][index]
+        if self.mmu is not None:
+            assert self.mmu.block(row, index) == block_id, f"slot {row} shows another's block"
+        return block_id
 
     def _sample(self, row: int) -> int:
         context = self.read(row)

@@ -15,11 +15,12 @@ DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-KV_MANAGERS = ("paged",)
+KV_MANAGERS = ("paged", "virtual")
+BLOCK_SIZE = 16
 WEIGHT_MODES = ("auto", "bf16", "int8", "int4")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-ATTENTION_BACKENDS = ("auto", "compiled", "gather", "triton")
+ATTENTION_BACKENDS = ("auto", "compiled", "gather", "contiguous", "triton")
 DEVICES = ("auto", "cpu", "cuda")
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -85,6 +86,9 @@ class EngineConfig:
     GPU where there is one. ``weights`` says in how many bits a CPU keeps them: ``auto`` as the file
     does. ``depth`` is the number of steps in flight: 1 is synchronous, 2 plans a step while another
     runs, None lets the device decide.
+    ``kv`` says how attention finds a sequence's blocks: ``paged`` looks them up in its block table,
+    ``virtual`` has the driver map them at contiguous addresses. ``block_size`` is the tokens in a
+    block; None takes ``BLOCK_SIZE``, or more where only more can be mapped.
     With ``deterministic`` a request's tokens are the same to the last bit whatever runs beside it,
     at a cost in speed; a CPU gives that in float32 alone.
     Without ``sharing`` samples and beams copy all their blocks and nothing is cached: the same
@@ -104,7 +108,7 @@ class EngineConfig:
     dtype: str = "auto"
     weights: str = "auto"
     kv: str = "paged"
-    block_size: int = 16
+    block_size: int | None = None
     kv_memory: str = "auto"
     prefix_caching: bool = True
     sharing: bool = True
@@ -138,6 +142,12 @@ class EngineConfig:
         _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _range("depth", self.depth, 1, 2)
         _range("threads", self.threads, 1, 1024)
+        if (self.kv == "virtual") != (self.attention == "contiguous") and self.attention != "auto":
+            raise ConfigError(
+                f"attention={self.attention} does not go with kv={self.kv}: contiguous reads "
+                "slots, which only kv=virtual has, and the others read block tables; use "
+                "attention=auto"
+            )
         if self.preemption != "recompute" and not parse_size("swap_memory", self.swap_memory):
             raise ConfigError(
                 f"preemption={self.preemption} needs host memory to swap to: set swap_memory, for "

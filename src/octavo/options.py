@@ -29,8 +29,21 @@ Weights = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
-KV = Annotated[str, typer.Option(help="KV cache manager: paged.", rich_help_panel=_ENGINE)]
-BlockSize = Annotated[int, typer.Option(help="Tokens in a block.", rich_help_panel=_ENGINE)]
+KV = Annotated[
+    str,
+    typer.Option(
+        help="How attention finds blocks: paged (in block tables) or virtual (mapped at contiguous "
+        "addresses by the driver; on a CPU only).",
+        rich_help_panel=_ENGINE,
+    ),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens in a block [default: 16, or the next that can be mapped under virtual].",
+        rich_help_panel=_ENGINE,
+    ),
+]
 KVMemory = Annotated[
     str,
     typer.Option(
@@ -110,6 +123,8 @@ Threads = Annotated[
 ]
 Attention = Annotated[
     str,
-    typer.Option(help="Attention backend: auto, compiled or gather.", rich_help_panel=_ENGINE),
+    typer.Option(
+        help="Attention backend: auto, compiled, gather or contiguous.", rich_help_panel=_ENGINE
+    ),
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

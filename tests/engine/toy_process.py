@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from octavo.config import ConfigError, EngineConfig
+from octavo.config import BLOCK_SIZE, ConfigError, EngineConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.core import EngineCore
 from octavo.engine.process import run_process
@@ -101,8 +101,9 @@ def build(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         raise OSError("the disk is on fire")
     max_model_len = config.max_model_len or 512
     max_num_seqs = config.max_num_seqs or 64
+    block_size = config.block_size or BLOCK_SIZE
     kind = EXECUTORS.get(model, WideSeedExecutor)
-    executor = kind(NUM_BLOCKS, config.block_size, max_num_seqs)
+    executor = kind(NUM_BLOCKS, block_size, max_num_seqs)
     if model == "toy-fails-step":
         executor.fail_steps.add(2)
     scheduler = Scheduler(
@@ -114,7 +115,7 @@ def build(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         ),
         PagedManager(
             NUM_BLOCKS,
-            config.block_size,
+            block_size,
             max_num_seqs,
             prefix_caching=model.startswith("toy-caches"),
         ),

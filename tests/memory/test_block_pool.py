@@ -49,3 +49,36 @@ def test_releasing_too_often_is_an_error() -> None:
 def test_a_pool_needs_two_blocks() -> None:
     with pytest.raises(ValueError, match="at least 2 blocks"):
         BlockPool(1)
+
+
+@pytest.mark.parametrize("oldest_first", [False, True])
+def test_a_wanted_block_is_taken_where_it_is_free(oldest_first: bool) -> None:
+    pool = BlockPool(7, oldest_first=oldest_first)
+    assert pool.try_allocate(3, [5, 0, 5]) == [5, 1, 2]
+    assert pool.try_allocate(2, [5, 6, 3]) == [3, 6]
+    pool.check()
+    assert pool.try_allocate(2) is None
+    assert pool.try_allocate(1) == [4]
+
+
+def test_nothing_cached_is_evicted_because_it_is_wanted() -> None:
+    pool = BlockPool(4)
+    (block_id,) = pool.try_allocate(1, [2]) or []
+    pool.publish(block_id, b"key")
+    pool.release([block_id])
+    assert not pool.is_free(block_id)
+    assert pool.try_allocate(2, [block_id, block_id]) == [1, 3]
+    assert pool.is_cached(block_id)
+    assert pool.try_allocate(1, [block_id]) == [block_id]
+    pool.check()
+
+
+def test_which_free_block_comes_next() -> None:
+    newest, oldest = BlockPool(6), BlockPool(6, oldest_first=True)
+    for pool in (newest, oldest):
+        block_ids = pool.try_allocate(3) or []
+        assert block_ids == [1, 2, 3]
+        pool.release(block_ids)
+        pool.check()
+    assert newest.try_allocate(5) == [1, 2, 3, 4, 5]
+    assert oldest.try_allocate(5) == [4, 5, 3, 2, 1]

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from octavo.core.layout import num_blocks_for
-from octavo.core.plan import CopyBlocks, KVCommand, SwapIn, SwapOut
+from octavo.core.plan import CopyBlocks, KVCommand, MapBlocks, SwapIn, SwapOut
 from octavo.memory.paged import PagedManager
 from octavo.memory.swap import SwappedTable
-from toy_executor import as_ids
+from octavo.memory.virtual import VirtualManager
+from toy_executor import ToyMMU, as_ids
 
 SIZE = 4
 
@@ -451,9 +452,8 @@ class PagedMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.paged = PagedManager(
-            13, SIZE, self.rows, prefix_caching=True, num_host_blocks=7, sharing=self.sharing
-        )
+        self.mmu = ToyMMU(self.rows)
+        self.paged = self.make()
         self.host = np.full((8, SIZE), -1, dtype=np.int64)
         self.swapped: list[tuple[list[SwappedTable], list[list[int]], list[bytes]]] = []
         self.arena = np.full((13, SIZE), -1, dtype=np.int64)
@@ -463,6 +463,17 @@ class PagedMachine(RuleBasedStateMachine):
         self.outstanding: list[tuple[KVCommand, ...]] = []
         self.pins: list[tuple[list[int], bytes, tuple[int, ...]]] = []
         self.counter = 0
+
+    def make(self) -> PagedManager:
+        return PagedManager(
+            13, SIZE, self.rows, prefix_caching=True, num_host_blocks=7, sharing=self.sharing
+        )
+
+    def next_row(self, tokens: list[int], salt: bytes) -> int:
+        return next(r for r in range(self.rows) if r not in self.model)
+
+    def has_places(self, count: int) -> bool:
+        return True
 
     def fresh(self, count: int) -> list[int]:
         self.counter += count
@@ -482,7 +493,9 @@ class PagedMachine(RuleBasedStateMachine):
         for row, index, block_id in zip(deltas.rows, deltas.indices, deltas.block_ids, strict=True):
             self.tables[int(row)][int(index)] = int(block_id)
         for command in drained.commands:
-            if isinstance(command, CopyBlocks):
+            if isinstance(command, MapBlocks):
+                self.mmu.obey(command)
+            elif isinstance(command, CopyBlocks):
                 self.arena[command.destinations] = self.arena[command.sources]
             elif isinstance(command, SwapOut):
                 self.host[command.host_block_ids] = self.arena[command.block_ids]
@@ -501,11 +514,13 @@ class PagedMachine(RuleBasedStateMachine):
     )
     def admit(self, common: int, story: int, own: int, reserve: int, salt: bytes) -> None:
         """Prompts begin with a part of one of two stories, so that prefixes are hit."""
-        row = next(r for r in range(self.rows) if r not in self.model)
         free = self.paged.num_free_blocks
         tokens = list(range(10**6 * (story + 1), 10**6 * (story + 1) + common))
         tokens += self.fresh(own or not common)
         needed = -(-len(tokens) // SIZE)
+        if not self.has_places(needed):
+            return
+        row = self.next_row(tokens, salt)
         admitted = self.paged.admit(row, as_ids(tokens), reserve=reserve, salt=salt)
         if needed + reserve <= free:
             assert admitted is not None
@@ -586,6 +601,8 @@ class PagedMachine(RuleBasedStateMachine):
         rows = [r for r in range(self.rows) if r not in self.model][: len(tables)]
         if len(rows) < len(tables):
             return
+        if not self.has_places(sum(len(table.host_block_ids) for table in tables)):
+            return
         if self.paged.swap_in(tables, rows, reserve=reserve) is None:
             return
         self.swapped.pop(0)
@@ -613,6 +630,8 @@ class PagedMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, count: int) -> None:
         row = data.draw(st.sampled_from(sorted(self.model)))
         length = len(self.model[row])
+        if not self.has_places(num_blocks_for(length + count, SIZE) - len(self.tables[row])):
+            return
         before = (self.paged.block_ids(row).tolist(), self.paged.num_free_blocks)
         if self.paged.grow(row, length + count):
             self.obey()
@@ -628,6 +647,8 @@ class PagedMachine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(sorted(self.model)))
         child = next(r for r in range(self.rows) if r not in self.model)
         length = len(self.model[parent])
+        if not self.has_places(num_blocks_for(length, SIZE)):
+            return
         self.paged.fork(parent, child, length)
         self.model[child] = list(self.model[parent])
         self.salts[child] = self.salts[parent]
@@ -679,6 +700,51 @@ class PagedMachine(RuleBasedStateMachine):
         assert self.paged.num_free_blocks == self.paged.num_usable_blocks, "only cached blocks"
 
 
+class VirtualMachine(PagedMachine):
+    """The same through slots: every row reads its own tokens through its own addresses, however
+    few places may be mapped."""
+
+    max_mapped = 16
+
+    def make(self) -> PagedManager:
+        self.mmu = ToyMMU(self.rows, self.max_mapped)
+        self.virtual = VirtualManager(
+            13,
+            SIZE,
+            self.rows,
+            max_mapped_blocks=self.max_mapped,
+            prefix_caching=True,
+            num_host_blocks=7,
+            sharing=self.sharing,
+        )
+        return self.virtual
+
+    def next_row(self, tokens: list[int], salt: bytes) -> int:
+        free = [r for r in range(self.rows) if r not in self.model]
+        (row,) = self.paged.choose_rows(free, 1, as_ids(tokens), salt=salt)
+        assert row in free
+        return row
+
+    def has_places(self, count: int) -> bool:
+        """What whoever admits sees to; one more for what `free` grows."""
+        return sum(map(len, self.tables.values())) + count < self.max_mapped
+
+    @invariant()
+    def slots_show_what_tables_say(self) -> None:
+        # A fork is told with the next plan.
+        self.obey()
+        for row, tokens in self.model.items():
+            read = [
+                int(self.arena[self.mmu.block(row, p // SIZE), p % SIZE])
+                for p in range(len(tokens))
+            ]
+            assert read == tokens
+        for row in range(self.rows):
+            shown = self.mmu.slots[row]
+            assert [shown[place] for place in range(len(shown))] == self.virtual.slot(row).tolist()
+        assert self.mmu.num_mapped == self.virtual.num_mapped_blocks <= self.max_mapped
+
+
 class UnsharedMachine(PagedMachine):
     """The same without sharing: once every row has taken a step, none has a block in common."""
 
@@ -688,15 +754,26 @@ class UnsharedMachine(PagedMachine):
     @rule()
     def step(self) -> None:
         for row in sorted(self.model):
+            length = len(self.model[row]) + 1
+            if not self.has_places(num_blocks_for(length, SIZE) - len(self.tables[row])):
+                return
             if not self.paged.grow(row, len(self.model[row]) + 1):
                 self.obey()
                 return
-        self.obey()
+            self.obey()
         owned = [block_id for table in self.tables.values() for block_id in table.values()]
         assert len(set(owned)) == len(owned)
 
 
+class UnsharedVirtualMachine(VirtualMachine, UnsharedMachine):
+    """Both."""
+
+
 TestPagedMachine = PagedMachine.TestCase
+TestVirtualMachine = VirtualMachine.TestCase
+TestUnsharedVirtualMachine = UnsharedVirtualMachine.TestCase
+TestVirtualMachine.settings = settings(stateful_step_count=40)
+TestUnsharedVirtualMachine.settings = settings(stateful_step_count=40)
 TestUnsharedMachine = UnsharedMachine.TestCase
 TestUnsharedMachine.settings = settings(stateful_step_count=40)
 TestPagedMachine.settings = settings(stateful_step_count=40)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from octavo.core.layout import num_blocks_for
+from octavo.core.plan import KVCommand, MapBlocks, StepPlan
 from octavo.core.request import BeamResult, Finished, RegisteredPrefix, Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.memory.paged import PagedManager
+from octavo.memory.virtual import VirtualManager
 from octavo.scheduling.preemption import PreemptionPolicy
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
-from toy_executor import POISON, ToyExecutor, as_ids
+from toy_executor import POISON, ToyExecutor, ToyMMU, as_ids
 
 
 def request(
@@ -62,8 +65,16 @@ def beam_request(
     )
 
 
+def moves(plan: StepPlan) -> list[KVCommand]:
+    """What a plan copies or swaps, whichever the translation."""
+    return [command for command in plan.commands if not isinstance(command, MapBlocks)]
+
+
 class Harness:
     """An engine core on the toy executor, with every output collected."""
+
+    # The translation where a test does not say; see conftest.py.
+    kv = "paged"
 
     def __init__(
         self,
@@ -80,15 +91,22 @@ class Harness:
         num_host_blocks: int = 0,
         preemption: str = "recompute",
         sharing: bool = True,
+        kv: str | None = None,
+        max_mapped_blocks: int | None = None,
     ) -> None:
-        self.manager = PagedManager(
-            num_blocks,
-            block_size,
-            max_num_seqs,
-            prefix_caching=prefix_caching,
-            num_host_blocks=num_host_blocks,
-            sharing=sharing,
-        )
+        options: dict[str, Any] = {
+            "prefix_caching": prefix_caching,
+            "num_host_blocks": num_host_blocks,
+            "sharing": sharing,
+        }
+        self.mmu: ToyMMU | None = None
+        self.manager = PagedManager(num_blocks, block_size, max_num_seqs, **options)
+        if (kv or self.kv) == "virtual":
+            limit = max_mapped_blocks or max_num_seqs * num_blocks_for(max_model_len, block_size)
+            self.mmu = ToyMMU(max_num_seqs, limit)
+            self.manager = VirtualManager(
+                num_blocks, block_size, max_num_seqs, max_mapped_blocks=limit, **options
+            )
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -97,7 +115,7 @@ class Harness:
             preemption=PreemptionPolicy(mode=preemption),
         )
         self.scheduler = Scheduler(config, self.manager)
-        self.executor = ToyExecutor(num_blocks, block_size, max_num_seqs, eager=eager)
+        self.executor = ToyExecutor(num_blocks, block_size, max_num_seqs, eager=eager, mmu=self.mmu)
         self.core = EngineCore(self.scheduler, self.executor, depth)
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finished] = {}
@@ -126,6 +144,15 @@ class Harness:
             assert finished.num_tokens == len(self.tokens[finished.number])
             self.finished[finished.number] = finished
         self.scheduler.check()
+        if self.mmu is not None and not self.core._in_flight:
+            self.check_slots()
+
+    def check_slots(self) -> None:
+        """The manager and the hardware agree on what is mapped."""
+        assert isinstance(self.manager, VirtualManager)
+        assert self.mmu is not None
+        for row, shown in enumerate(self.mmu.slots):
+            assert [shown[p] for p in range(len(shown))] == self.manager.slot(row).tolist()
 
     def run(self, max_steps: int = 3000) -> None:
         for _ in range(max_steps):

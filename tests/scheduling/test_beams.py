@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from octavo.core.plan import CopyBlocks, StepPlan
 from octavo.core.request import ContextLengthError, FinishReason, RequestError
-from scheduling.harness import Harness, beam_request, request
+from scheduling.harness import Harness, beam_request, moves, request
 from scheduling.test_beam_search import plain_search
 from toy_executor import expected_tokens, token_logprobs
+
+pytestmark = pytest.mark.usefixtures("translation")
 
 PROMPT = list(range(10))
 STOPS = tuple(range(8))
@@ -165,7 +167,7 @@ def test_two_candidates_die_and_two_fork() -> None:
     assert [references[b] for b in after[0]] == [4, 4, 2, 2]
     harness.script_step()
     # The half-full blocks: the first writer copies, the second writes in place.
-    (copy,) = harness.executor.plans[-1].commands
+    (copy,) = moves(harness.executor.plans[-1])
     assert isinstance(copy, CopyBlocks)
     assert sorted(copy.sources.tolist()) == sorted([after[0][3], after[2][3]])
     assert len({table[3] for table in harness.blocks()}) == 4
@@ -182,7 +184,7 @@ def test_two_samples_share_a_half_full_block() -> None:
     assert tables[0] == tables[1]
     assert [harness.manager.pool.references[b] for b in tables[0]] == [2, 2]
     harness.step()
-    (copy,) = harness.executor.plans[-1].commands
+    (copy,) = moves(harness.executor.plans[-1])
     assert isinstance(copy, CopyBlocks)
     assert copy.sources.tolist() == [tables[0][1]]
     tables = [harness.manager.block_ids(row).tolist() for row in rows]

@@ -12,6 +12,8 @@ from scheduling.test_beam_search import plain_search
 from scheduling.test_beams import PROMPT, STOPS, check, num_copies
 from toy_executor import expected_tokens
 
+pytestmark = pytest.mark.usefixtures("translation")
+
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_without_sharing_everything_is_copied_and_nothing_cached(depth: int) -> None:

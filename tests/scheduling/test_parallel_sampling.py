@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.core.plan import CopyBlocks
 from octavo.core.request import ContextLengthError, FinishReason, RequestError
-from scheduling.harness import Harness, request
+from scheduling.harness import Harness, moves, request
 from toy_executor import expected_tokens
+
+pytestmark = pytest.mark.usefixtures("translation")
 
 STORY = list(range(12))
 PROMPT = STORY[:10]
@@ -43,7 +46,8 @@ def test_the_half_full_block_is_copied_by_all_writers_but_the_last() -> None:
     assert usage.capacity - usage.free == 3 * 4, "three samples on the prompt's three blocks"
     assert usage.live == 10
     harness.step()
-    (copy,) = harness.executor.plans[1].commands
+    (copy,) = moves(harness.executor.plans[1])
+    assert isinstance(copy, CopyBlocks)
     assert len(copy.sources) == 2
     assert len(set(copy.sources.tolist())) == 1
     usage = harness.scheduler.usage()
@@ -55,7 +59,7 @@ def test_a_full_prompt_block_is_never_copied() -> None:
     harness = Harness()
     harness.add(request(0, PROMPT[:8], 9, n=3))
     harness.run()
-    assert not any(p.commands for p in harness.executor.plans)
+    assert not any(moves(p) for p in harness.executor.plans)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

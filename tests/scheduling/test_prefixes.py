@@ -14,6 +14,8 @@ from octavo.scheduling import prefixes as module
 from scheduling.harness import Harness, request
 from toy_executor import expected_tokens
 
+pytestmark = pytest.mark.usefixtures("translation")
+
 PREFIX = list(range(1, 11))  # two blocks of four, and two tokens more
 
 

@@ -11,6 +11,8 @@ from octavo.scheduling.scheduler import SchedulerConfig
 from scheduling.harness import Harness, request
 from toy_executor import expected_tokens
 
+pytestmark = pytest.mark.usefixtures("translation")
+
 PROMPTS = [list(range(3)), list(range(17)), [5] * 9, list(range(40, 70))]
 
 
@@ -149,7 +151,9 @@ def test_steady_decode_is_planned_by_what_changed() -> None:
             Counting.calls += 1
             return super().grow(row, num_tokens, reserve=reserve)
 
-    harness = Harness(num_blocks=200, block_size=16, max_num_seqs=8, max_num_batched_tokens=128)
+    harness = Harness(
+        num_blocks=200, block_size=16, max_num_seqs=8, max_num_batched_tokens=128, kv="paged"
+    )
     harness.scheduler.state.manager = Counting(200, 16, 8)
     for i in range(8):
         harness.scheduler.add(request(i, [1] * 16, 33))

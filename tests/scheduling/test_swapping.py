@@ -12,6 +12,8 @@ from octavo.scheduling.preemption import PreemptionPolicy
 from scheduling.harness import Harness, request
 from toy_executor import expected_tokens
 
+pytestmark = pytest.mark.usefixtures("translation")
+
 
 def commands(harness: Harness, kind: type) -> list[object]:
     return [c for plan in harness.executor.plans for c in plan.commands if isinstance(c, kind)]

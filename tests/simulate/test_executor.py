@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.plan import Batch, IntArray, KVCapacity, StepPlan, int_array
+from octavo.core.plan import Batch, IntArray, KVCapacity, MapBlocks, StepPlan, int_array
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.memory.paged import PagedManager
+from octavo.memory.virtual import VirtualManager
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
 from octavo.simulate.executor import FixedLatency, SimulatedExecutor
 
@@ -113,3 +114,27 @@ def test_beams_are_simulated(depth: int) -> None:
     assert sorted(number for number, _, _ in first) == [0, 1, 10, 11, 20, 21]
     assert all(len(tokens) == 12 for _, tokens, _ in first)
     assert first == results()
+
+
+def test_mappings_are_checked_and_counted() -> None:
+    """The simulator runs under either translation; a plan that maps nonsense is caught."""
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, max_queued_requests=8
+    )
+    executor = SimulatedExecutor(CAPACITY)
+    manager = VirtualManager(CAPACITY.num_blocks, CAPACITY.block_size, 4, max_mapped_blocks=64)
+    core = EngineCore(Scheduler(config, manager), executor, 2)
+    for number in range(6):
+        prompt = int_array(range(3 + number))
+        core.scheduler.add(Request(number, prompt, SamplingParams(max_tokens=9), 9, seed=0))
+    while core.has_work:
+        core.step()
+        core.scheduler.check()
+    assert executor.num_mapped >= manager.num_mapped_blocks > 0
+    twice = int_array([1, 1])
+    for block_ids in (twice, twice + CAPACITY.num_blocks):
+        slots = twice if block_ids is twice else int_array([1, 2])
+        command = MapBlocks(slots, 0 * twice, block_ids)
+        executor.launch(StepPlan(1, Batch.empty(), commands=(command,)))
+        with pytest.raises(AssertionError, match=r"twice|no such block"):
+            executor.collect()

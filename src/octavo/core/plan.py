@@ -167,7 +167,26 @@ class SwapIn:
     block_ids: IntArray
 
 
-KVCommand: TypeAlias = CopyBlocks | SwapOut | SwapIn
+@dataclass(frozen=True, slots=True, eq=False)
+class MapBlocks:
+    """Show blocks at contiguous addresses, before the copies of the same plan.
+
+    Every row has a **slot** of its own number: a range of addresses in which place p holds the
+    tokens from ``p * block_size`` on. Vectors of one length: place ``places[i]`` of slot
+    ``slots[i]`` shows block ``block_ids[i]`` from this step on, whatever it showed before; the null
+    block stands for nothing: the place is unmapped. No place comes twice, and those that are
+    unmapped come first, so that a limit on mappings is kept at every moment.
+    """
+
+    slots: IntArray
+    places: IntArray
+    block_ids: IntArray
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+KVCommand: TypeAlias = MapBlocks | CopyBlocks | SwapOut | SwapIn
 
 
 @dataclass(frozen=True, slots=True, eq=False)

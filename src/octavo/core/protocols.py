@@ -53,6 +53,22 @@ class KVManager(Protocol):
     def num_pinned_blocks(self) -> int:
         """Blocks that `pin` keeps, each counted once."""
 
+    @property
+    def max_mapped_blocks(self) -> int | None:
+        """How many blocks may be mapped in the slots of rows at once, a shared one in each slot
+        that shows it; None: nothing is mapped. Whoever admits keeps running sequences below."""
+
+    def choose_rows(
+        self,
+        free_rows: Sequence[int],
+        count: int,
+        token_ids: IntArray,
+        *,
+        salt: bytes = b"",
+        use_cache: bool = True,
+    ) -> list[int]:
+        """The ``count`` rows that suit sequences beginning with ``token_ids`` best, best first."""
+
     def can_never_fit(self, num_blocks: int) -> bool:
         """Whether the pool has fewer blocks than ``num_blocks`` beside the pinned ones, even when
         nothing runs."""

@@ -7,12 +7,15 @@ happen inside the functions, so that importing the package stays cheap.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
-from octavo.config import ConfigError, EngineConfig
+from octavo.config import BLOCK_SIZE, ConfigError, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.mechanism import Mechanism, resolve_limits
 from octavo.engine.report import EngineReport
 from octavo.memory.paged import PagedManager
+from octavo.memory.virtual import VirtualManager
 from octavo.model_store import resolve_model
 from octavo.scheduling.preemption import PreemptionPolicy
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -40,6 +43,11 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     if device == "cuda":
         from octavo.engine import build_gpu
 
+        if config.kv == "virtual":
+            raise ConfigError("kv=virtual is not there yet on a GPU; use kv=paged, or device=cpu")
+        if config.block_size is None:
+            config = replace(config, block_size=BLOCK_SIZE)
+
         limits = resolve_limits(
             config,
             str(path),
@@ -62,14 +70,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         )
         mechanism = build_cpu.build_cpu(config, limits)
     capacity = mechanism.capacity
-    manager = PagedManager(
-        capacity.num_blocks,
-        capacity.block_size,
-        limits.max_num_seqs,
-        prefix_caching=config.prefix_caching,
-        num_host_blocks=capacity.num_host_blocks,
-        sharing=config.sharing,
-    )
+    manager = _manager(config, limits.max_num_seqs, mechanism)
     scheduler_config = SchedulerConfig(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -100,8 +101,23 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         load_s=time.perf_counter() - started,
         start_s=mechanism.start_s,
         sharing=config.sharing,
+        kv=config.kv,
+        max_mapped_blocks=mechanism.max_mapped_blocks,
     )
     return core, report
+
+
+def _manager(config: EngineConfig, max_num_seqs: int, mechanism: Mechanism) -> PagedManager:
+    capacity = mechanism.capacity
+    options: dict[str, Any] = {
+        "prefix_caching": config.prefix_caching,
+        "num_host_blocks": capacity.num_host_blocks,
+        "sharing": config.sharing,
+    }
+    sizes = (capacity.num_blocks, capacity.block_size, max_num_seqs)
+    if mechanism.max_mapped_blocks is None:
+        return PagedManager(*sizes, **options)
+    return VirtualManager(*sizes, max_mapped_blocks=mechanism.max_mapped_blocks, **options)
 
 
 def _device(asked: str) -> str:

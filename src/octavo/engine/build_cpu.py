@@ -7,17 +7,29 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from octavo.config import ConfigError, EngineConfig, KVMemory
+from octavo.config import BLOCK_SIZE, ConfigError, EngineConfig, KVMemory
 from octavo.core.layout import KVLayout
 from octavo.core.model_config import ModelLoadError
-from octavo.core.plan import Batch, KVCapacity, RowInit, StepPlan, SwapIn, SwapOut, int_array
+from octavo.core.plan import (
+    Batch,
+    KVCapacity,
+    MapBlocks,
+    RowInit,
+    StepPlan,
+    SwapIn,
+    SwapOut,
+    int_array,
+)
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.mechanism import Limits, Mechanism, num_host_blocks
+from octavo.engine.slots import build_slots, mappable_layout
 from octavo.execution import host
 from octavo.execution.arena import Arena
+from octavo.execution.attention.contiguous import ContiguousAttention
 from octavo.execution.executors.in_process import InProcessExecutor
 from octavo.execution.models.loading import load_model
 from octavo.execution.runner import Runner
+from octavo.execution.virtual_arena import VirtualArena
 
 if TYPE_CHECKING:
     from octavo.execution.attention.interface import AttentionBackend
@@ -60,8 +72,10 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype_bytes=model.dtype.itemsize,
-        block_size=config.block_size,
+        block_size=config.block_size or BLOCK_SIZE,
     )
+    if config.kv == "virtual":
+        layout = mappable_layout(layout, config.block_size, limits.max_model_len)
     workspace_bytes = _workspace_bytes(limits.max_num_seqs, limits.max_num_batched_tokens, model)
     num_blocks = _num_blocks(
         KVMemory.parse(config.kv_memory),
@@ -77,10 +91,17 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         layout.block_bytes,
         host.available_bytes() - workspace_bytes - num_blocks * layout.block_bytes,
     )
-    arena = Arena(layout, num_blocks, model.dtype, host_blocks)
-    attention_name, attention = _attention(
-        config.attention, arena, model, limits.model_config.sliding_window or 0
-    )
+    sliding_window = limits.model_config.sliding_window or 0
+    max_mapped_blocks = None
+    attention: AttentionBackend
+    if config.kv == "virtual":
+        arena = build_slots(layout, num_blocks, model.dtype, host_blocks, limits)
+        max_mapped_blocks = arena.max_mapped_blocks
+        attention_name = "contiguous"
+        attention = ContiguousAttention(arena, model.num_heads, model.rope, sliding_window)
+    else:
+        arena = Arena(layout, num_blocks, model.dtype, host_blocks)
+        attention_name, attention = _attention(config.attention, arena, model, sliding_window)
     runner = Runner(
         model,
         arena,
@@ -107,6 +128,7 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         workspace_bytes=workspace_bytes,
         measure_rates=lambda: _measure_rates(runner, num_measured),
         start_s={"weights": weights_s},
+        max_mapped_blocks=max_mapped_blocks,
     )
 
 
@@ -191,13 +213,18 @@ def _warm_up(runner: Runner, num_tokens: int) -> None:
 
     They use row 0 and the first blocks, which the first sequence writes anew.
     """
-    num_blocks = runner.arena.layout.num_blocks(num_tokens)
+    arena = runner.arena
+    num_blocks = arena.layout.num_blocks(num_tokens)
+    block_ids = int_array(range(1, num_blocks + 1))
+    if isinstance(arena, VirtualArena):
+        places = int_array(range(num_blocks))
+        arena.obey((MapBlocks(0 * places, places, block_ids),))
     rows, token_ids = int_array([0]), int_array([0] * (num_tokens - 1))
     init = RowInit(
         row=0,
         token_ids=token_ids,
         num_computed_tokens=0,
-        block_ids=int_array(range(1, num_blocks + 1)),
+        block_ids=block_ids,
         params=SamplingParams(temperature=0.0),
         seed=0,
     )
@@ -205,3 +232,6 @@ def _warm_up(runner: Runner, num_tokens: int) -> None:
     if len(token_ids):
         runner.run(StepPlan(step_id=0, batch=prefill, row_inits=(init,)))
     runner.run(StepPlan(step_id=0, batch=Batch.decode(rows)))
+    if isinstance(arena, VirtualArena):
+        # The manager starts with slots that show nothing.
+        arena.obey((MapBlocks(0 * places, places, 0 * places),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.core.layout import KVLayout
-from octavo.core.plan import CopyBlocks, IntArray, KVCommand, SwapOut
+from octavo.core.plan import CopyBlocks, IntArray, KVCommand, MapBlocks, SwapOut
 from octavo.execution.pages import plain
 
 
@@ -22,11 +22,17 @@ class Arena:
             raise ValueError(f"{dtype} does not have {layout.dtype_bytes} bytes an element")
         self.layout = layout
         self.num_blocks = num_blocks
-        self.kv = self._allocate(num_blocks, dtype)
+        self.kv = self._allocate_pool(num_blocks, dtype)
         self.host = self._allocate(num_host_blocks + 1, dtype) if num_host_blocks else None
+
+    def _allocate_pool(self, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._allocate(num_blocks, dtype)
 
     def _allocate(self, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
         memory = plain.allocate(num_blocks * self.layout.block_bytes)
+        return self._shaped(memory, num_blocks, dtype)
+
+    def _shaped(self, memory: torch.Tensor, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
         return memory.view(dtype).view(num_blocks, *self.layout.block_shape())
 
     def obey(self, commands: tuple[KVCommand, ...]) -> tuple[int, ...]:
@@ -37,6 +43,7 @@ class Arena:
         """
         finished = []
         for command in commands:
+            assert not isinstance(command, MapBlocks), "the plan maps, but there are no slots"
             if isinstance(command, CopyBlocks):
                 _copy(self.kv, command.sources, self.kv, command.destinations)
                 continue

@@ -12,15 +12,14 @@ A row's table, for a block size of 4 and 10 tokens of which 9 are computed::
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import numpy as np
 
 from octavo.core.layout import num_blocks_for
 from octavo.core.plan import (
     NOTHING_DRAINED,
+    NULL_BLOCK,
     Admission,
     CopyBlocks,
     Drained,
@@ -34,11 +33,13 @@ from octavo.core.plan import (
     int_array,
 )
 from octavo.memory.block_pool import BlockPool
+from octavo.memory.checks import check_references, check_tables
+from octavo.memory.copies import Copies
 from octavo.memory.pins import Pins
 from octavo.memory.prefix_cache import SequenceKeys
 from octavo.memory.prefix_groups import prefix_groups
 from octavo.memory.swap import SwappedTable, SwapSpace
-from octavo.memory.usage import split_pool
+from octavo.memory.usage import check_usage, split_pool
 
 
 class PagedManager:
@@ -48,6 +49,8 @@ class PagedManager:
     ``sharing`` every sequence owns all its blocks alone, from its first step after a fork on, and
     nothing is cached: what sharing saves is measured against that.
     """
+
+    _takes_oldest = False
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class PagedManager:
         num_host_blocks: int = 0,
         sharing: bool = True,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, oldest_first=self._takes_oldest)
         self.swap_space = SwapSpace(num_host_blocks)
         self.sharing = sharing
         self.prefix_caching = prefix_caching and sharing
@@ -68,10 +71,9 @@ class PagedManager:
         self._num_known: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self._num_computed: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self._tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        self._copies: list[tuple[int, int]] = []
+        self._copies = Copies(self.pool)
         self._swaps: list[SwapOut | SwapIn] = []
         self._deltas: list[tuple[int, int, int]] = []
-        self._retained: Counter[int] = Counter()
         self._keys: list[SequenceKeys | None] = [None] * max_num_seqs
         self._pins = Pins(self.pool)
 
@@ -86,6 +88,26 @@ class PagedManager:
     @property
     def num_pinned_blocks(self) -> int:
         return len(self._pins)
+
+    @property
+    def max_mapped_blocks(self) -> int | None:
+        return None
+
+    def choose_rows(
+        self,
+        free_rows: Sequence[int],
+        count: int,
+        token_ids: IntArray,
+        *,
+        salt: bytes = b"",
+        use_cache: bool = True,
+    ) -> list[int]:
+        return list(free_rows[:count])
+
+    def _mapped(self, row: int, first: int, count: int) -> Sequence[int]:
+        """Blocks that new ones of ``count`` places from ``first`` on had best be, as far as there
+        are any: to a block table all are alike."""
+        return ()
 
     def can_never_fit(self, num_blocks: int) -> bool:
         return num_blocks > self.pool.num_usable - len(self._pins)
@@ -108,7 +130,7 @@ class PagedManager:
         if count + reserve > self.pool.num_free - idle:
             return None
         self.pool.share(hits)
-        block_ids = self.pool.try_allocate(count)
+        block_ids = self.pool.try_allocate(count, self._mapped(row, len(hits), count))
         assert block_ids is not None
         self._tables[row] = hits + block_ids
         self._keys[row] = keys
@@ -193,30 +215,28 @@ class PagedManager:
         copied: Sequence[int] = ()
         if first < len(table):
             end = first + 1 if self.sharing else len(table)
-            copied = [i for i in range(first, end) if self._num_readers(table[i]) > 1]
+            copied = [i for i in range(first, end) if self._copies.num_readers(table[i]) > 1]
         new = num_blocks_for(num_tokens, self.block_size) - len(table)
         count = max(new, 0) + len(copied)
         if count + reserve > self.pool.num_free:
             return False
-        block_ids = self.pool.try_allocate(count)
+        wanted = self._mapped(row, len(table), new)
+        if copied and wanted:
+            wanted = [*[NULL_BLOCK] * len(copied), *wanted]
+        block_ids = self.pool.try_allocate(count, wanted)
         assert block_ids is not None
         for index in copied:
             # The row's reference to the source stays until the copy is done (see `retire`).
             destination = block_ids.pop(0)
             source = table[index]
             table[index] = destination
-            self._copies.append((source, destination))
-            self._retained[source] += 1
+            self._copies.add(source, destination)
             self._deltas.append((row, index, destination))
         for block_id in block_ids:
             self._deltas.append((row, len(table), block_id))
             table.append(block_id)
         self.writable[row] = len(table) * self.block_size
         return True
-
-    def _num_readers(self, block_id: int) -> int:
-        """Tables that name the block; copies that still have to read it come before any write."""
-        return self.pool.references[block_id] - self._retained[block_id]
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
         assert not self._tables[child], f"row {child} still owns blocks"
@@ -264,10 +284,17 @@ class PagedManager:
     ) -> int | None:
         host_ids = self.swap_space.distinct(tables)
         # Without blocks to go on with they might be preempted again before they ran.
-        reserve += self._num_next_blocks(tables)
+        reserve += self.swap_space.num_next_blocks(tables, self.block_size, sharing=self.sharing)
         if len(host_ids) + reserve > self.pool.num_free:
             return None
-        block_ids = self.pool.try_allocate(len(host_ids))
+        wanted: dict[int, int] = {}
+        for row, table in zip(rows, tables, strict=True):
+            mapped = self._mapped(row, 0, len(table.host_block_ids))
+            for host_id, block_id in zip(table.host_block_ids, mapped, strict=False):
+                wanted.setdefault(host_id, block_id)
+        block_ids = self.pool.try_allocate(
+            len(host_ids), [wanted.get(host_id, NULL_BLOCK) for host_id in host_ids]
+        )
         assert block_ids is not None
         place = dict(zip(host_ids, block_ids, strict=True))
         fresh = set(block_ids)
@@ -283,27 +310,13 @@ class PagedManager:
         for row, table in zip(rows, tables, strict=True):
             count, own = table.num_computed_tokens, self._tables[row]
             self.writable[row] = len(own) * self.block_size
-            if count % self.block_size and self._num_readers(own[-1]) > 1:
+            if count % self.block_size and self._copies.num_readers(own[-1]) > 1:
                 self.writable[row] = count
-            if not self.sharing and any(self._num_readers(block_id) > 1 for block_id in own):
+            if not self.sharing and any(self._copies.num_readers(block_id) > 1 for block_id in own):
                 self.writable[row] = 0
         command = self.swap_space.bring_in(tables, block_ids)
         self._swaps.append(command)
         return command.transfer_id
-
-    def _num_next_blocks(self, tables: Sequence[SwappedTable]) -> int:
-        """Blocks that swapped-out sequences take with their next token each: new ones, and copies
-        for all but one of those who share what they write into (or, without sharing, anything)."""
-        written: list[int] = []
-        num_new = 0
-        for table in tables:
-            if table.num_computed_tokens % self.block_size == 0:
-                num_new += 1
-            elif self.sharing:
-                written.append(table.host_block_ids[-1])
-            if not self.sharing:
-                written += table.host_block_ids
-        return num_new + len(written) - len(set(written))
 
     def drop_swapped(self, tables: Iterable[SwappedTable]) -> None:
         for table in tables:
@@ -322,19 +335,7 @@ class PagedManager:
         self._num_computed[row] = 0
         if self._deltas:
             self._deltas = [delta for delta in self._deltas if delta[0] != row]
-        if self._copies:
-            self._cancel_orphaned_copies()
-
-    def _cancel_orphaned_copies(self) -> None:
-        """Forget copies nobody waits for: their destination may get another owner in this plan."""
-        kept = []
-        for source, destination in self._copies:
-            if self.pool.references[destination]:
-                kept.append((source, destination))
-            else:
-                self._retained[source] -= 1
-                self.pool.release([source])
-        self._copies = kept
+        self._copies.cancel_orphans()
 
     def block_ids(self, row: int) -> IntArray:
         return int_array(self._tables[row])
@@ -344,24 +345,22 @@ class PagedManager:
         return prefix_groups(self._tables, rows, num_computed // self.block_size, self.block_size)
 
     def drain(self) -> Drained:
-        if not self._deltas and not self._copies and not self._swaps:
+        copies = self._copies.take()
+        if not self._deltas and not copies and not self._swaps:
             return NOTHING_DRAINED
         commands: tuple[KVCommand, ...] = tuple(self._swaps)
         self._swaps.clear()
-        if self._copies:
+        if copies:
             # First: what is swapped out may just have been copied.
-            pairs = int_array(self._copies)
-            commands = (CopyBlocks(sources=pairs[:, 0], destinations=pairs[:, 1]), *commands)
+            commands = (copies, *commands)
         deltas = int_array(self._deltas).reshape(-1, 3)
-        self._copies, self._deltas = [], []
+        self._deltas = []
         return Drained(commands, TableDeltas(deltas[:, 0], deltas[:, 1], deltas[:, 2]))
 
     def retire(self, commands: tuple[KVCommand, ...]) -> None:
         for command in commands:
             if isinstance(command, CopyBlocks):
-                sources = command.sources.tolist()
-                self._retained.subtract(sources)
-                self.pool.release(sources)
+                self._copies.retire(command)
 
     def usage(self) -> KVUsage:
         return split_pool(
@@ -377,33 +376,14 @@ class PagedManager:
         self.pool.check()
         self.swap_space.check()
         self._pins.check()
-        references = Counter(chain.from_iterable(self._tables))
-        references.update(+self._retained)
-        references.update(self._pins.counts)
-        for block_id, count in enumerate(self.pool.references):
-            assert references[block_id] == count, (
-                f"block {block_id}: {count} references, {references[block_id]} owners"
-            )
-        for row, table in enumerate(self._tables):
-            writable = int(self.writable[row])
-            computed = int(self._num_computed[row])
-            assert computed <= len(table) * self.block_size, f"row {row}: more tokens than blocks"
-            assert writable <= len(table) * self.block_size, f"row {row}: writable beyond blocks"
-            assert len(set(table)) == len(table), f"row {row}: a block appears twice"
-            first = max(int(self._num_known[row]), computed) // self.block_size
-            for index in range(first, num_blocks_for(writable, self.block_size)):
-                owners = self._num_readers(table[index])
-                assert owners == 1 or writable % self.block_size, (
-                    f"row {row}: may write block {table[index]} which has {owners} references"
-                )
-        usage = self.usage()
-        parts = (
-            usage.live
-            + usage.cached
-            + usage.reserved
-            + usage.internal_waste
-            + usage.external_waste
-            + usage.free
+        check_references(self.pool, self._tables, self._copies.retained, self._pins.counts)
+        check_tables(
+            self.pool,
+            self._tables,
+            self._copies.retained,
+            self.block_size,
+            self.writable,
+            self._num_known,
+            self._num_computed,
         )
-        assert parts == usage.capacity, f"usage does not sum to the capacity: {usage}"
-        assert min(usage.internal_waste, usage.reserved) >= 0, f"negative waste: {usage}"
+        check_usage(self.usage())

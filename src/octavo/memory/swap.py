@@ -68,6 +68,22 @@ class SwapSpace:
         """Host blocks of the tables, shared ones once, in order of appearance."""
         return _distinct([list(table.host_block_ids) for table in tables])
 
+    def num_next_blocks(
+        self, tables: Sequence[SwappedTable], block_size: int, *, sharing: bool
+    ) -> int:
+        """Blocks that swapped-out sequences take with their next token each: new ones, and copies
+        for all but one of those who share what they write into (or, without sharing, anything)."""
+        written: list[int] = []
+        num_new = 0
+        for table in tables:
+            if table.num_computed_tokens % block_size == 0:
+                num_new += 1
+            elif sharing:
+                written.append(table.host_block_ids[-1])
+            if not sharing:
+                written += table.host_block_ids
+        return num_new + len(written) - len(set(written))
+
     def drop(self, table: SwappedTable) -> None:
         """The table is not needed any more: it came in, or its sequence is not wanted."""
         assert self._pool is not None

@@ -10,6 +10,20 @@ from octavo.core.plan import IntArray, KVUsage, int_array
 from octavo.memory.block_pool import BlockPool
 
 
+def check_usage(usage: KVUsage) -> None:
+    """Raise AssertionError when the parts are not those of a whole."""
+    parts = (
+        usage.live
+        + usage.cached
+        + usage.reserved
+        + usage.internal_waste
+        + usage.external_waste
+        + usage.free
+    )
+    assert parts == usage.capacity, f"usage does not sum to the capacity: {usage}"
+    assert min(usage.internal_waste, usage.reserved) >= 0, f"negative waste: {usage}"
+
+
 def split_pool(
     pool: BlockPool,
     block_size: int,

@@ -17,7 +17,8 @@ from octavo.core.sampling_params import MAX_BEAM_TOKENS, MAX_BEAM_WIDTH, Samplin
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one engine can serve. ``num_kv_tokens`` is the whole pool, in tokens; ``sharing`` says
-    whether sequences of a request have the prompt's blocks in common."""
+    whether sequences of a request have the prompt's blocks in common, ``max_mapped_blocks`` how
+    many blocks slots can show at once, where there are slots."""
 
     vocab_size: int
     max_model_len: int
@@ -26,6 +27,7 @@ class Limits:
     block_size: int = 1
     max_num_seqs: int = 2**16
     sharing: bool = True
+    max_mapped_blocks: int | None = None
 
     @classmethod
     def of(
@@ -36,6 +38,7 @@ class Limits:
         eos: tuple[int, ...],
         max_num_seqs: int = 2**16,
         sharing: bool = True,
+        max_mapped_blocks: int | None = None,
     ) -> Limits:
         num_kv_tokens = (capacity.num_blocks - 1) * capacity.block_size
         return cls(
@@ -46,6 +49,7 @@ class Limits:
             capacity.block_size,
             max_num_seqs,
             sharing,
+            max_mapped_blocks,
         )
 
     @property
@@ -58,10 +62,14 @@ class Limits:
         blocks."""
         if n == 1:
             return self.max_length
+        # All of its sequences are mapped side by side, shared blocks once in each.
+        longest = self.max_length
+        if self.max_mapped_blocks is not None:
+            longest = min(longest, self.max_mapped_blocks // n * self.block_size)
         num_blocks = self.num_kv_tokens // self.block_size
         shared = min(num_prompt_tokens // self.block_size, num_blocks) if self.sharing else 0
         own = (num_blocks - shared) // n
-        return min(self.max_length, (shared + own) * self.block_size + 1)
+        return min(longest, (shared + own) * self.block_size + 1)
 
 
 def resolve_request(

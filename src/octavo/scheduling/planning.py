@@ -154,6 +154,10 @@ class Planner:
             group = self.state.waiting[0]
             if self.state.rows.num_free < len(group.sequences):
                 return
+            if self.state.manager.max_mapped_blocks is not None:
+                if not self._can_map(group):
+                    return
+                self._choose_rows(group)
             if group.swapped is not None:
                 if not self._try_swap_in(group, inits):
                     return
@@ -179,6 +183,27 @@ class Planner:
             for sequence in group.sequences[len(cached) :]:
                 self.state.take_row(sequence, len(sequence.token_ids))
                 self.state.awaiting.add(sequence.row)
+
+    def _can_map(self, group: Group) -> bool:
+        """Whether slots have room for all that runs and for this group, each sequence as long as
+        it may become: neither growing nor forking has to be refused later."""
+        size, manager = self.state.manager.block_size, self.state.manager
+        assert manager.max_mapped_blocks is not None
+        taken = int((-(-self.state.rows.max_length // size)).sum())
+        wanted = len(group.sequences) * num_blocks_for(group.request.max_length, size)
+        return taken + wanted <= manager.max_mapped_blocks
+
+    def _choose_rows(self, group: Group) -> None:
+        """Hand out next the rows whose slots have most of the group's blocks mapped already."""
+        request = group.request
+        rows = self.state.manager.choose_rows(
+            self.state.rows.free_rows,
+            len(group.sequences),
+            group.sequences[0].token_ids,
+            salt=request.cache_salt,
+            use_cache=group.swapped is None and not request.needs_prompt_logits,
+        )
+        self.state.rows.prefer(rows)
 
     def _try_blocks(self, group: Group) -> list[int] | None:
         """Blocks for what the group has to compute: a new one's prompt once, or all sequences of

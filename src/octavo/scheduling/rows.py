@@ -55,6 +55,16 @@ class RowTable:
         """The row that `take` hands out next, or ``index`` rows after that."""
         return self._free[-1 - index]
 
+    @property
+    def free_rows(self) -> list[int]:
+        """In the order in which `take` would hand them out. A copy."""
+        return self._free[::-1]
+
+    def prefer(self, rows: list[int]) -> None:
+        """Hand out these free rows next, in this order."""
+        first = set(rows)
+        self._free = [row for row in self._free if row not in first] + rows[::-1]
+
     def take(
         self,
         number: int,
@@ -97,6 +107,7 @@ class RowTable:
         self.is_beam[row] = False
         self.is_wanted[row] = False
         self.is_decoding[row] = False
+        self.max_length[row] = 0
         self._free.append(row)
 
     def token_ids(self, row: int) -> IntArray:

@@ -7,6 +7,7 @@ makes plans, `results` digests; here is what the outside asks.
 
 from __future__ import annotations
 
+from octavo.core.layout import num_blocks_for
 from octavo.core.plan import KVUsage, StepPlan, StepResult
 from octavo.core.protocols import KVManager
 from octavo.core.request import (
@@ -111,6 +112,13 @@ class Scheduler:
             raise RequestError(
                 f"{name} is {count}, but only {self.config.max_num_seqs} sequences run at once "
                 f"(max_num_seqs); ask for fewer {what}"
+            )
+        num_places = count * num_blocks_for(request.max_length, self.manager.block_size)
+        max_mapped = self.manager.max_mapped_blocks
+        if max_mapped is not None and num_places > max_mapped:
+            raise ContextLengthError(
+                f"{count} sequences of up to {request.max_length} tokens need {num_places} mapped "
+                f"blocks, and {max_mapped} can be mapped at once; ask for fewer or shorter ones"
             )
         if not self.has_room:
             raise QueueFullError(

@@ -17,6 +17,7 @@ from octavo.core.plan import (
     FloatArray,
     IntArray,
     KVCapacity,
+    MapBlocks,
     StepLogprobs,
     StepPlan,
     StepResult,
@@ -57,6 +58,8 @@ class SimulatedExecutor:
     ) -> None:
         self.capacity = capacity
         self.now_s = 0.0
+        # Places that plans have mapped or unmapped so far.
+        self.num_mapped = 0
         self._latency = latency or FixedLatency()
         self._tokens = tokens
         self._tops = tops
@@ -72,6 +75,10 @@ class SimulatedExecutor:
         self.now_s += self._latency.step_seconds(plan)
         rows = plan.sampled_rows()
         arrived = tuple(c.transfer_id for c in plan.commands if isinstance(c, SwapIn))
+        for command in plan.commands:
+            if isinstance(command, MapBlocks):
+                self._check_mapping(command)
+                self.num_mapped += len(command)
         for init in plan.row_inits:
             self._num_logprobs.pop(init.row, None)
             if init.num_logprobs is not None:
@@ -101,6 +108,11 @@ class SimulatedExecutor:
             num_top=num_top,
         )
         return StepLogprobs(int_array(places), scores)
+
+    def _check_mapping(self, command: MapBlocks) -> None:
+        places = set(zip(command.slots.tolist(), command.places.tolist(), strict=True))
+        assert len(places) == len(command.block_ids), "a place is mapped twice in a step"
+        assert int(command.block_ids.max()) < self.capacity.num_blocks, "no such block"
 
     def close(self) -> None:
         self._launched.clear()

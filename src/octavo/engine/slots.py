@@ -1,0 +1,74 @@
+"""What ``kv=virtual`` needs of a host: blocks that can be mapped, and slots for all rows."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from octavo.config import ConfigError
+from octavo.core.layout import (
+    BlockSizeError,
+    KVLayout,
+    choose_block,
+    mappable_block,
+    num_blocks_for,
+)
+from octavo.engine.mechanism import Limits
+from octavo.execution.pages.interface import PageError, host_page_bytes
+from octavo.execution.virtual_arena import VirtualArena
+
+# What a sequence is expected to grow to where nobody knows: decides whether layers are padded.
+_EXPECTED_TOKENS = 1024
+
+
+def mappable_layout(layout: KVLayout, asked: int | None, max_model_len: int) -> KVLayout:
+    """``layout`` with a block that is a whole number of host pages, padded where that wastes less.
+
+    Raises:
+        ConfigError: the block size that was ``asked`` for cannot be mapped.
+    """
+    page_bytes = host_page_bytes()
+    if asked is None:
+        return choose_block(layout, page_bytes, min(max_model_len, _EXPECTED_TOKENS)).layout
+    try:
+        return mappable_block(layout, page_bytes).layout
+    except BlockSizeError as error:
+        raise ConfigError(f"kv=virtual: {error}; or leave block_size out") from error
+
+
+def build_slots(
+    layout: KVLayout,
+    num_blocks: int,
+    dtype: torch.dtype,
+    num_host_blocks: int,
+    limits: Limits,
+) -> VirtualArena:
+    """The pool in host pages, and a slot of the longest sequence for every row.
+
+    Raises:
+        ConfigError: the host is not Linux, or refuses memory, addresses, or mappings for one such
+            sequence.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("kv=virtual needs Linux (memfd_create); use kv=paged")
+    try:
+        arena = VirtualArena(
+            layout,
+            num_blocks,
+            dtype,
+            num_host_blocks,
+            num_slots=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+        )
+    except PageError as error:
+        raise ConfigError(f"kv=virtual: {error}; or use kv=paged") from error
+    longest = min(limits.max_model_len, (num_blocks - 1) * layout.block_size + 1)
+    needed, possible = num_blocks_for(longest, layout.block_size), arena.max_mapped_blocks
+    if possible < needed:
+        raise ConfigError(
+            f"kv=virtual: a sequence of {longest} tokens needs {needed} mapped blocks and the host "
+            f"allows {possible}; lower max_model_len or max_num_seqs, raise block_size or "
+            "vm.max_map_count, or use kv=paged"
+        )
+    return arena

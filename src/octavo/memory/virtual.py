@@ -1,0 +1,214 @@
+"""The paged manager with a slot for every row: the mapping is a cache of the block table.
+
+A slot is a range of contiguous virtual addresses (Prabhu et al., ASPLOS 2025). Row r uses slot r:
+rows and slots are then released by the same rule, and beams that take over a dead one's row need no
+word about slots. Who owns which block is decided as ever; here is only noted what each slot shows,
+so that commands are made for the difference between that and the block table alone::
+
+    table of the row     [ 7 ][ 3 ][ 12 ]
+    what its slot shows  [ 7 ][ 3 ][  9 ][ 4 ]      one command: place 2 shows block 12
+                                          └ stale: read by nobody, pins nothing, and costs no
+                                            driver call when block 4 is free and comes there again
+
+What a slot shows is always a run from place 0 on. It stays when a sequence ends; only to keep to
+``max_mapped_blocks`` are stale places given up, from the ends of the slots that rest longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.core.layout import num_blocks_for
+from octavo.core.plan import (
+    NULL_BLOCK,
+    Admission,
+    Drained,
+    IntArray,
+    MapBlocks,
+    int_array,
+)
+from octavo.memory.paged import PagedManager
+from octavo.memory.swap import SwappedTable
+
+
+class VirtualManager(PagedManager):
+    """Implements `octavo.core.protocols.KVManager`; adds `MapBlocks` to what is drained.
+
+    ``max_mapped_blocks`` is how many places may be mapped in all slots together. Nothing is refused
+    for it here: whoever admits sees to it that the tables of all rows together stay within it.
+    """
+
+    # What was free a moment ago is what a slot still shows.
+    _takes_oldest = True
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        *,
+        max_mapped_blocks: int,
+        prefix_caching: bool = False,
+        num_host_blocks: int = 0,
+        sharing: bool = True,
+    ) -> None:
+        super().__init__(
+            num_blocks,
+            block_size,
+            max_num_seqs,
+            prefix_caching=prefix_caching,
+            num_host_blocks=num_host_blocks,
+            sharing=sharing,
+        )
+        self._max_mapped_blocks = max_mapped_blocks
+        self.num_mapped_blocks = 0
+        self._slots: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        # Rows whose tables changed since the last plan, and from which place on.
+        self._changed: dict[int, int] = {}
+        # Rows that ended, the longest ago first: the order in which stale places are given up.
+        self._resting: dict[int, None] = {}
+
+    @property
+    def max_mapped_blocks(self) -> int | None:
+        return self._max_mapped_blocks
+
+    def slot(self, row: int) -> IntArray:
+        """The blocks that the row's slot shows once every plan so far has been obeyed."""
+        return int_array(self._slots[row])
+
+    def choose_rows(
+        self,
+        free_rows: Sequence[int],
+        count: int,
+        token_ids: IntArray,
+        *,
+        salt: bytes = b"",
+        use_cache: bool = True,
+    ) -> list[int]:
+        """Rows whose slots show the longest beginning of what the block table would be: cached
+        blocks that are hit, then free ones that could be taken. Of equals the emptiest slot, so
+        that others keep what they show."""
+        _, hits = self._look_up(token_ids, salt) if use_cache else (None, [])
+        num_blocks = num_blocks_for(len(token_ids), self.block_size)
+
+        def merit(row: int) -> tuple[int, int]:
+            slot = self._slots[row]
+            return self._num_shown(slot[:num_blocks], hits), -len(slot)
+
+        return sorted(free_rows, key=merit, reverse=True)[:count]
+
+    def _num_shown(self, slot: list[int], hits: list[int]) -> int:
+        for place, block_id in enumerate(slot):
+            is_hit = place < len(hits)
+            if not (block_id == hits[place] if is_hit else self.pool.is_free(block_id)):
+                return place
+        return len(slot)
+
+    def _mapped(self, row: int, first: int, count: int) -> Sequence[int]:
+        return self._slots[row][first : first + max(count, 0)]
+
+    # ── what changes tables ──────────────────────────────────────────────────────────────────
+
+    def admit(
+        self,
+        row: int,
+        token_ids: IntArray,
+        *,
+        reserve: int = 0,
+        salt: bytes = b"",
+        use_cache: bool = True,
+    ) -> Admission | None:
+        admission = super().admit(row, token_ids, reserve=reserve, salt=salt, use_cache=use_cache)
+        if admission is not None:
+            self._start(row)
+        return admission
+
+    def grow(self, row: int, num_tokens: int, *, reserve: int = 0) -> bool:
+        first = int(self.writable[row]) // self.block_size
+        if not super().grow(row, num_tokens, reserve=reserve):
+            return False
+        self._changed[row] = min(self._changed.get(row, first), first)
+        return True
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> None:
+        super().fork(parent, child, num_tokens)
+        self._start(child)
+
+    def swap_in(
+        self, tables: Sequence[SwappedTable], rows: Sequence[int], *, reserve: int = 0
+    ) -> int | None:
+        transfer = super().swap_in(tables, rows, reserve=reserve)
+        if transfer is not None:
+            for row in rows:
+                self._start(row)
+        return transfer
+
+    def _start(self, row: int) -> None:
+        self._changed[row] = 0
+        self._resting.pop(row, None)
+
+    def free(self, row: int) -> None:
+        super().free(row)
+        self._changed.pop(row, None)
+        self._resting[row] = None
+
+    # ── what follows for slots ───────────────────────────────────────────────────────────────
+
+    def drain(self) -> Drained:
+        drained = super().drain()
+        if not self._changed:
+            return drained
+        mapped = self._difference()
+        if not mapped:
+            return drained
+        slots, places, block_ids = int_array([*self._give_up_stale(), *mapped]).T
+        command = MapBlocks(slots, places, block_ids)
+        return Drained((command, *drained.commands), drained.table_deltas)
+
+    def _difference(self) -> list[tuple[int, int, int]]:
+        """Slot, place and block of whatever is in a table but not in its slot. It is in the slot
+        from now on."""
+        found = []
+        for row, first in self._changed.items():
+            table, slot = self._tables[row], self._slots[row]
+            for place in range(first, len(table)):
+                block_id = table[place]
+                if place == len(slot):
+                    slot.append(block_id)
+                    self.num_mapped_blocks += 1
+                elif slot[place] != block_id:
+                    slot[place] = block_id
+                else:
+                    continue
+                found.append((row, place, block_id))
+        self._changed.clear()
+        return found
+
+    def _give_up_stale(self) -> list[tuple[int, int, int]]:
+        """As many stale places as are mapped too many: what rests longest, then what running rows
+        have not reached yet."""
+        excess = self.num_mapped_blocks - self._max_mapped_blocks
+        if excess <= 0:
+            return []
+        given = []
+        running = (row for row, table in enumerate(self._tables) if table)
+        for row in [*self._resting, *running]:
+            slot = self._slots[row]
+            count = min(excess, len(slot) - len(self._tables[row]))
+            if count > 0:
+                given += [(row, len(slot) - 1 - i, NULL_BLOCK) for i in range(count)]
+                del slot[len(slot) - count :]
+                excess -= count
+            if not excess:
+                break
+        self.num_mapped_blocks = self._max_mapped_blocks + excess
+        assert not excess, f"running sequences need {excess} mappings more than there may be"
+        return given
+
+    def check(self) -> None:
+        super().check()
+        assert self.num_mapped_blocks == sum(map(len, self._slots)), "mappings are miscounted"
+        for row, table in enumerate(self._tables):
+            right = self._changed.get(row, len(table))
+            assert self._slots[row][:right] == table[:right], f"slot {row} is not its table's"
+            assert bool(table) <= (row not in self._resting), f"row {row} runs but rests"

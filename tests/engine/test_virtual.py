@@ -1,0 +1,311 @@
+"""``kv=virtual`` gives the tokens that ``kv=paged`` gives, on real mappings, and leaves none."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.test_beams import alone as mixed_alone
+from engine.test_beams import mixed, reference
+from engine.test_equality import REQUESTS, alone
+from engine.tiny_engine import TOKEN_BYTES, build, pool, run, save_llama
+from octavo.config import ConfigError
+from octavo.core.layout import KVLayout
+from octavo.core.plan import MapBlocks, StepPlan, int_array
+from octavo.core.request import FinishReason, Request
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.core import EngineCore
+from octavo.engine.slots import mappable_layout
+from octavo.execution.pages import memfd
+from octavo.execution.pages.interface import host_page_bytes
+from octavo.execution.runner import Runner
+from octavo.execution.virtual_arena import VirtualArena
+from octavo.memory.virtual import VirtualManager
+
+# The smallest block of the tiny model that can be mapped.
+SIZE = host_page_bytes() // TOKEN_BYTES
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the beam tests."""
+    folder = tmp_path_factory.mktemp("flat")
+    reference("llama").save_pretrained(folder)
+    return folder
+
+
+def build_virtual(model: Path, num_blocks: int, size: int = SIZE, **changes: Any) -> EngineCore:
+    core, report = build(
+        model,
+        kv="virtual",
+        attention="auto",
+        block_size=size,
+        kv_memory=pool(num_blocks, size),
+        **changes,
+    )
+    assert (report.kv, report.attention) == ("virtual", "contiguous")
+    assert report.capacity.block_size == size
+    return core
+
+
+def arena_of(core: EngineCore) -> VirtualArena:
+    runner = core.executor._runner  # type: ignore[attr-defined]
+    assert isinstance(runner, Runner)
+    assert isinstance(runner.arena, VirtualArena)
+    return runner.arena
+
+
+def check(core: EngineCore, requests: list[Request], expected: dict[int, list[int]]) -> None:
+    """All tokens, and then what is mapped is what the manager thinks."""
+    assert run(core, requests) == expected
+    manager, arena = core.scheduler.manager, arena_of(core)
+    assert isinstance(manager, VirtualManager)
+    assert manager.num_free_blocks == manager.num_usable_blocks
+    assert arena.num_mapped_blocks == manager.num_mapped_blocks
+    num_places = arena._range.num_places // len(arena.slots)
+    for row in range(len(arena.slots)):
+        slot = manager.slot(row)
+        shown = [arena._range.handles[row * num_places + place] for place in range(len(slot))]
+        assert shown == slot.tolist()
+    core.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("size", [SIZE, 2 * SIZE])
+@pytest.mark.parametrize("chunk", [512, 7], ids=["whole", "chunks_of_7"])
+def test_batched(model: Path, depth: int, size: int, chunk: int) -> None:
+    core = build_virtual(
+        model,
+        1024 // size,
+        size,
+        depth=depth,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=min(chunk, len(REQUESTS)),
+    )
+    check(core, REQUESTS, alone())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("caching", [False, True])
+def test_preempted(model: Path, depth: int, preemption: str, caching: bool) -> None:
+    core = build_virtual(
+        model,
+        9,
+        depth=depth,
+        max_num_seqs=7,
+        prefix_caching=caching,
+        preemption=preemption,
+        swap_memory=pool(100, SIZE),
+    )
+    check(core, REQUESTS, alone())
+    assert core.scheduler.num_preemptions >= 5
+    if preemption == "swap":
+        assert core.scheduler.num_swaps == core.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [20, 200])
+def test_cached_prefixes(model: Path, depth: int, num_blocks: int) -> None:
+    core = build_virtual(model, num_blocks, depth=depth)
+    assert core.scheduler.manager.prefix_caching
+    assert run(core, REQUESTS) == alone()
+    check(core, REQUESTS, alone())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [200, 24])
+@pytest.mark.parametrize("how", ["recompute", "swap", "unshared"])
+def test_samples_and_beams(flat: Path, depth: int, num_blocks: int, how: str) -> None:
+    """Greedy, sampled, n > 1 and beams in the same steps, in room and preempted."""
+    core = build_virtual(
+        flat,
+        num_blocks,
+        depth=depth,
+        max_num_seqs=10,
+        sharing=how != "unshared",
+        preemption="swap" if how == "swap" else "recompute",
+        swap_memory=pool(100, SIZE),
+    )
+    check(core, mixed(), mixed_alone("llama"))
+    assert bool(core.scheduler.num_preemptions) == (num_blocks == 24)
+
+
+def mapped_places(core: EngineCore) -> list[int]:
+    """Gets, from now on, how many places each plan maps."""
+    counts: list[int] = []
+    launch: Callable[[StepPlan], None] = core.executor.launch
+
+    def noting(plan: StepPlan) -> None:
+        counts.append(sum(len(c) for c in plan.commands if isinstance(c, MapBlocks)))
+        launch(plan)
+
+    core.executor.launch = noting  # type: ignore[method-assign]
+    return counts
+
+
+def test_the_same_requests_again_cost_no_mapping(model: Path) -> None:
+    core = build_virtual(model, 200, prefix_caching=False)
+    greedy = [request for request in REQUESTS if request.params.is_greedy]
+    for request in greedy[:4]:
+        run(core, [request])
+    counts = mapped_places(core)
+    for request in [greedy[2], greedy[0], greedy[3], greedy[1]]:
+        assert run(core, [request]) == {request.number: alone()[request.number]}
+    assert sum(counts) == 0
+    core.close()
+
+
+def test_few_mappings_are_enough(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever could need one too many waits; what is stale goes."""
+    # Two for the pool's view and the slots, and one for each slot's end.
+    monkeypatch.setattr(memfd, "_remaining_mappings", lambda: 2 + 7 + 2 * 128 // SIZE)
+    core = build_virtual(model, 200, max_num_seqs=7)
+    assert core.scheduler.manager.max_mapped_blocks == 2 * 128 // SIZE
+    check(core, REQUESTS, alone())
+
+
+def test_too_few_mappings_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memfd, "_remaining_mappings", lambda: 2 + 4 + 128 // SIZE - 1)
+    with pytest.raises(ConfigError, match="a sequence of 128 tokens needs 16 mapped blocks and"):
+        build_virtual(model, 200)
+    monkeypatch.setattr(memfd, "_remaining_mappings", lambda: 1)
+    with pytest.raises(ConfigError, match=r"kv=virtual: .* or use kv=paged"):
+        build_virtual(model, 200)
+
+
+def test_another_system_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ConfigError, match="kv=virtual needs Linux"):
+        build_virtual(model, 200)
+
+
+def test_the_translation_and_the_backend_must_agree(model: Path) -> None:
+    for kv, attention in (("virtual", "gather"), ("virtual", "compiled"), ("paged", "contiguous")):
+        match = f"attention={attention} does not go with kv={kv}: .* use attention=auto"
+        with pytest.raises(ConfigError, match=match):
+            build(model, kv=kv, attention=attention)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_mapping_that_fails_ends_its_requests_only(
+    model: Path, depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host allows fewer mappings than it said, for a while."""
+    core = build_virtual(model, 200, depth=depth, prefix_caching=False)
+    pages = arena_of(core).pages
+    allowed, pages._max_mappings = pages._max_mappings, 0  # type: ignore[attr-defined]
+    request = REQUESTS[7]
+    core.scheduler.add(request)
+    finished = []
+    while core.has_work:
+        finished += core.step().finished
+    (end,) = finished
+    assert end.reason is FinishReason.ERROR
+    assert end.error is not None
+    assert "slot 0 cannot be mapped" in end.error
+    assert "raise vm.max_map_count" in end.error
+    pages._max_mappings = allowed  # type: ignore[attr-defined]
+    check(core, REQUESTS, alone())
+
+
+def test_a_block_that_cannot_be_mapped_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"sizes that can: .*any multiple of {SIZE}\)"):
+        build_virtual(model, 40, SIZE - 1)
+    core, report = build(model, kv="virtual", attention="contiguous")
+    core.close()
+    assert report.capacity.block_size % SIZE == 0
+    assert report.capacity.block_size >= 16
+
+
+def test_layers_are_padded_where_they_must_be(tmp_path: Path) -> None:
+    """15 layers of one head: a block of 16 tokens is a whole number of pages with a 16th."""
+    page = host_page_bytes()
+    layout = KVLayout(num_layers=15, num_kv_heads=1, head_dim=16, dtype_bytes=4, block_size=16)
+    assert layout.block_bytes % page
+    assert mappable_layout(layout, 16, 128).num_layers == 16
+    assert mappable_layout(layout, None, 128).block_bytes % page == 0
+    odd = save_llama(tmp_path, num_hidden_layers=15, num_key_value_heads=1)
+    found = []
+    for kv in ("paged", "virtual"):
+        core, report = build(
+            odd, kv=kv, attention="auto", block_size=16, kv_memory="2MiB", max_num_seqs=9
+        )
+        assert report.capacity.block_bytes % page == 0 or kv == "paged"
+        found.append(run(core, REQUESTS[:9]))
+        core.close()
+    assert found[0] == found[1]
+
+
+def num_maps() -> int:
+    return sum(1 for line in Path("/proc/self/maps").open() if "octavo-blocks" in line)
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_churn_leaves_nothing_behind(flat: Path, depth: int) -> None:
+    """Hundreds of requests with samples, beams, swaps, hits and aborts."""
+    gc.collect()
+    before = (num_maps(), num_files())
+    core = build_virtual(
+        flat,
+        20,
+        depth=depth,
+        max_num_seqs=12,
+        preemption="swap",
+        swap_memory=pool(40, SIZE),
+    )
+    arena = arena_of(core)
+    pages = arena.pages
+    assert isinstance(pages, memfd.MemfdPages)
+    at_start = (pages.num_mappings, pages.num_handles)
+    generator = np.random.default_rng(depth)
+    for number in range(0, 3200, 8):
+        kind = number // 8 % 4
+        params = SamplingParams(temperature=float(kind % 2), use_beam_search=kind == 2)
+        prompt = [*range(3, 3 + 8 * (number % 3)), *generator.integers(3, 24, 1 + number % 13)]
+        request = Request(number, int_array(prompt), params, 3 + number % 17, seed=number)
+        if kind == 2:
+            request = replace(request, n=2, beam_width=3)
+        if kind == 3:
+            request = replace(request, n=3)
+        core.scheduler.add(request)
+        # Faster than they end.
+        for _ in range(number // 8 % 2):
+            core.step()
+        if number % 40 == 32:
+            core.scheduler.abort(number - 16)
+        core.scheduler.check()
+    while core.has_work:
+        assert all(f.reason is not FinishReason.ERROR for f in core.step().finished)
+    assert core.scheduler.num_swaps > 20
+    manager = core.scheduler.manager
+    assert isinstance(manager, VirtualManager)
+    assert arena.num_mapped_blocks == manager.num_mapped_blocks > 0
+    assert pages.num_handles == at_start[1]
+    assert pages.resident_bytes <= pages.num_handles * pages.block_bytes
+    # Unmap what is stale: exactly what was there at the start remains.
+    for row in range(12):
+        count = len(manager.slot(row))
+        places = int_array(range(count))
+        arena.obey((MapBlocks(0 * places + row, places, 0 * places),))
+    assert (pages.num_mappings, pages.num_handles) == at_start
+    core.close()
+    del arena, pages, core
+    gc.collect()
+    assert (num_maps(), num_files()) == before

@@ -49,6 +49,8 @@ def test_a_bad_kv_memory_says_what_is_good(text: str) -> None:
         ("threads", 0),
         ("max_num_batched_tokens", 0),
         ("device", "tpu"),
+        ("sharing", "no"),
+        ("deterministic", 1),
     ],
 )
 def test_a_bad_option_is_named(field: str, value: Any) -> None:

@@ -90,7 +90,7 @@ class EngineConfig:
     ``virtual`` has the driver map them at contiguous addresses. ``block_size`` is the tokens in a
     block; None takes ``BLOCK_SIZE``, or more where only more can be mapped.
     With ``deterministic`` a request's tokens are the same to the last bit whatever runs beside it,
-    at a cost in speed; a CPU gives that in float32 alone.
+    at a cost in speed, on a GPU.
     Without ``sharing`` samples and beams copy all their blocks and nothing is cached: the same
     tokens, to measure against.
     ``preemption`` says how a sequence that lost its blocks gets them back: ``recompute``, ``swap``
@@ -133,6 +133,9 @@ class EngineConfig:
         _choice("kv", self.kv, KV_MANAGERS)
         _choice("attention", self.attention, ATTENTION_BACKENDS)
         _choice("preemption", self.preemption, PREEMPTION_MODES)
+        for name in ("prefix_caching", "sharing", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         KVMemory.parse(self.kv_memory)
         parse_size("swap_memory", self.swap_memory)
         _range("block_size", self.block_size, 1, 1024)

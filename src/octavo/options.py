@@ -92,7 +92,7 @@ MaxNumSeqs = Annotated[
 Deterministic = Annotated[
     bool,
     typer.Option(
-        help="The same tokens whatever runs beside a request, to the last bit, at a cost in speed.",
+        help="On a GPU: the same tokens whatever runs beside a request, to the last bit, slower.",
         rich_help_panel=_ENGINE,
     ),
 ]

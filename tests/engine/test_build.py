@@ -195,3 +195,8 @@ def test_a_warm_up_leaves_no_trace(model: Path) -> None:
         assert manager.num_free_blocks == manager.num_usable_blocks
         assert not core.has_work
         core.close()
+
+
+def test_deterministic_is_for_gpus(model: Path) -> None:
+    with pytest.raises(ConfigError, match="deterministic is for GPUs"):
+        build(model, deterministic=True)

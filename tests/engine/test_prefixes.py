@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_what_is_pinned_bounds_what_is_taken_in(llm: LLM) -> None:
     beams = SamplingParams(use_beam_search=True, beam_width=2, max_tokens=100, temperature=0)
     llm.generate([[1] * 16], beams)
     name = llm.register_prefix(list(range(100)))
-    with pytest.raises(ContextLengthError, match="2 beams of 116 tokens do not fit"):
+    with pytest.raises(ContextLengthError, match="2 beams of 16 prompt and 100 new tokens do not fit"):
         llm.generate([[1] * 16], beams)
     with pytest.raises(RequestError, match="the prefix does not fit"):
         llm.register_prefix(list(range(100, 127)) * 4)
@@ -235,3 +236,12 @@ def test_a_stopped_engine_ends_the_wait() -> None:
                 await task
 
     run(test())
+
+
+@pytest.mark.parametrize("prefix", [None, 5, b"x" * 50, {"role": "user", "content": "Hi"}])
+def test_what_is_no_prompt_is_refused(tmp_path: Path, prefix: Any) -> None:
+    llm = make_llm(save_gguf(tmp_path / "m.gguf"), prefix_caching=True)
+    with pytest.raises(RequestError):
+        llm.register_prefix(prefix)
+    assert llm.drop_prefix(prefix) is False
+    llm.close()

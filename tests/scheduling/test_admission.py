@@ -150,7 +150,9 @@ def test_a_search_needs_tokens_that_do_not_stop() -> None:
 def test_all_beams_have_to_fit() -> None:
     limits = replace(LIMITS, block_size=4)  # 16 blocks
     assert beams(beam_width=4, limits=limits, max_tokens=None).max_tokens == 4 * 4 + 1 - 2
-    with pytest.raises(ContextLengthError, match="4 beams of 18 tokens do not fit"):
+    with pytest.raises(
+        ContextLengthError, match="4 beams of 2 prompt and 16 new tokens do not fit"
+    ):
         beams(beam_width=4, limits=limits, max_tokens=16)
 
 

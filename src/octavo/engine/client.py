@@ -206,9 +206,12 @@ class AsyncEngine:
         self._check_alive()
         return self._submit(self.resolve(prompt_token_ids, params, n, cache_salt))
 
-    def _check_alive(self) -> None:
+    def _check_not_dead(self) -> None:
         if self.error is not None:
             raise EngineDeadError(_headline(self.error))
+
+    def _check_alive(self) -> None:
+        self._check_not_dead()
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down")
 
@@ -244,6 +247,7 @@ class AsyncEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes but the registered; requests under way keep their blocks."""
+        self._check_not_dead()
         if self.error is None and not self._is_closing:
             self._send(ResetPrefixCache())
 
@@ -266,10 +270,12 @@ class AsyncEngine:
 
     def prefixes(self) -> list[Prefix]:
         """The registered prefixes, in the order of registration."""
+        self._check_not_dead()
         return self._prefixes.listed()
 
     def drop_prefix(self, prefix_id: str) -> bool:
         """Stop keeping a prefix, whose blocks stay cached like others; False: there is none."""
+        self._check_not_dead()
         return self._prefixes.remove(prefix_id)
 
     def _send_drop(self, number: int) -> None:

@@ -150,7 +150,7 @@ class LLM:
             RequestError: it is shorter than a block, the pool has no room to keep it, or the engine
                 caches no prefixes.
         """
-        if not isinstance(prefix, str) and len(prefix) and isinstance(prefix[0], Mapping):
+        if isinstance(prefix, list | tuple) and prefix and isinstance(prefix[0], Mapping):
             token_ids: Sequence[int] = self._render(prefix, is_question=False)  # type: ignore[arg-type]
         else:
             token_ids = self._encode(prefix)  # type: ignore[arg-type]
@@ -343,7 +343,7 @@ def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     """A list of whole numbers; whether they are in the vocabulary is checked later."""
-    if not hasattr(prompt, "__len__"):
+    if not hasattr(prompt, "__len__") or isinstance(prompt, bytes | bytearray):
         raise RequestError(f"a prompt must be a text or a list of token ids, got {prompt!r}")
     kinds = set(map(type, prompt))
     if kinds == {int} and isinstance(prompt, list):

@@ -42,6 +42,8 @@ def prefix_id(number: int) -> str:
 
 def prefix_number(text: str) -> int | None:
     """What `prefix_id` was given; None: the text is no id."""
+    if not isinstance(text, str):
+        return None
     number = text.removeprefix("prefix-")
     is_id = number.isdecimal() and len(number) < 20 and text == prefix_id(int(number))
     return int(number) if is_id else None

@@ -217,10 +217,11 @@ def check_sampling(
 def _too_long(num_prompt: int, max_tokens: int, n: int, what: str, limits: Limits) -> str:
     longest = limits.longest(num_prompt, n)
     if longest < limits.max_length:
+        room = longest - num_prompt
+        fewer = f", or for at most {room} new tokens each" if room > 0 else ""
         return (
-            f"{n} {what} of {num_prompt + max_tokens} tokens do not fit in the KV cache of "
-            f"{limits.num_kv_tokens} tokens; ask for fewer {what}, or for at most "
-            f"{max(longest - num_prompt, 0)} tokens each"
+            f"{n} {what} of {num_prompt} prompt and {max_tokens} new tokens do not fit in the KV "
+            f"cache of {limits.num_kv_tokens} tokens; ask for fewer {what}{fewer}"
         )
     if limits.max_length < limits.max_model_len:
         limit = (

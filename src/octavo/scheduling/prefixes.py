@@ -97,17 +97,19 @@ class PrefixRegistry:
 
     def _check_room(self, request: Request) -> None:
         """Pinned blocks leave room for one sequence of the model's whole length, so that what fits
-        without them fits with them, and for each request that was taken in."""
+        without them fits with them, or for half of a pool that is too small for one; and for each
+        request that was taken in."""
         manager, size = self._state.manager, self._state.manager.block_size
         num_new = manager.num_to_pin(request.prompt_token_ids, salt=request.cache_salt)
         left = manager.num_usable_blocks - manager.num_pinned_blocks - num_new
-        longest = self._state.config.max_model_len
-        if left < num_blocks_for(longest - 1, size):
+        needed = num_blocks_for(self._state.config.max_model_len - 1, size)
+        if needed > manager.num_usable_blocks:
+            needed = -(-manager.num_usable_blocks // 2)
+        if left < needed:
             raise RequestError(
                 f"the prefix does not fit: its {num_new} blocks would leave {max(left, 0)} of "
-                f"{manager.num_usable_blocks}, but {num_blocks_for(longest - 1, size)} must remain "
-                f"for a sequence of {longest} tokens; register less, drop a prefix, raise "
-                "--kv-memory or lower --max-model-len"
+                f"{manager.num_usable_blocks}, but {needed} must remain for other requests; "
+                "register less, drop a prefix, raise --kv-memory or lower --max-model-len"
             )
         groups = {id(s.group): s.group for s in self._state.sequences.values()}.values()
         sharing = manager.sharing

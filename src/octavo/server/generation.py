@@ -263,6 +263,10 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, 
     try:
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            # Every failure is looked at, though one is raised: asyncio logs those that nobody saw.
+            failures = [error for task in done if (error := task.exception()) is not None]
+            if failures:
+                raise failures[0]
             for index, news in sorted((task.result() for task in done), key=lambda pair: pair[0]):
                 if news is not None:
                     yield index, news

@@ -336,6 +336,6 @@ def test_what_cannot_be_searched_is_refused(plain: Path) -> None:
 
     with make_llm(plain, kv_memory=pool(8), max_num_seqs=4) as llm:
         refused("beam_width is 5, but it must be from 1 to 4", beam_width=5)
-        refused("4 beams of 101 tokens do not fit", beam_width=4, max_tokens=100)
+        refused("4 beams of 1 prompt and 100 new tokens do not fit", beam_width=4, max_tokens=100)
         refused("stop tokens are too many", beam_width=4, stop_token_ids=tuple(range(1, 62)))
         assert is_idle(llm)

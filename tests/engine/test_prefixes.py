@@ -77,7 +77,9 @@ def test_what_is_pinned_bounds_what_is_taken_in(llm: LLM) -> None:
     beams = SamplingParams(use_beam_search=True, beam_width=2, max_tokens=100, temperature=0)
     llm.generate([[1] * 16], beams)
     name = llm.register_prefix(list(range(100)))
-    with pytest.raises(ContextLengthError, match="2 beams of 16 prompt and 100 new tokens do not fit"):
+    with pytest.raises(
+        ContextLengthError, match="2 beams of 16 prompt and 100 new tokens do not fit"
+    ):
         llm.generate([[1] * 16], beams)
     with pytest.raises(RequestError, match="the prefix does not fit"):
         llm.register_prefix(list(range(100, 127)) * 4)

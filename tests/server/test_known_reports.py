@@ -166,7 +166,7 @@ def test_a_very_small_pool_hangs_instead_of_refusing(start: Start) -> None:
     fits = {"prompt": ["xx"] * 6, "max_tokens": 15, "ignore_eos": True}
     never = httpx.post(url, json=fits | {"prompt": "xx", "n": 6})
     assert never.status_code == 400
-    assert "6 samples of 17 tokens do not fit" in never.json()["error"]["message"]
+    assert "6 samples of 2 prompt and 15 new tokens do not fit" in never.json()["error"]["message"]
     answer = httpx.post(url, json=fits, timeout=60).json()
     assert answer["usage"]["completion_tokens"] == 90
     server.wait_idle()

@@ -32,7 +32,7 @@ from octavo.execution.device import Device, Event
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.device_rows import DeviceRows
 from octavo.execution.graphs import StepGraphs
-from octavo.execution.sampling.logprobs import prompt_scores
+from octavo.execution.sampling.prompts import PromptScorer
 from octavo.execution.sampling.sampler import Sampler
 
 
@@ -99,7 +99,7 @@ class GPURunner:
         # Whether the device has the row's position: it learns of one when the row samples.
         self._is_placed = np.ones(max_num_seqs, dtype=np.bool_)
         self._is_random = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._scored: dict[int, int] = {}
+        self._prompts = PromptScorer()
         self._results = [device.pinned(2 * max_num_seqs) for _ in range(depth + 1)]
         self._turn = 0
 
@@ -128,8 +128,10 @@ class GPURunner:
             else:
                 self._is_placed[batch.rows] = batch.samples
                 hidden = self._forward(batch, starts)
-                if self._scored:
-                    prompts = self._score_prompts(batch, starts, hidden)
+                if self._prompts.wants(batch.rows):
+                    prompts = self._prompts.score(
+                        batch.rows, starts, batch.num_scheduled_tokens, hidden, self._host_logits
+                    )
                 if not len(rows):
                     return self._pending(plan, 0, transfers, prompts=prompts)
                 index = self._sampled_tokens(plan)
@@ -214,10 +216,7 @@ class GPURunner:
             stop_token_ids=init.stop_token_ids,
             num_logprobs=init.num_logprobs,
         )
-        self._scored.pop(row, None)
-        num_top = params.prompt_logprobs
-        if num_top is not None and init.num_prompt_tokens in (None, len(init.token_ids)):
-            self._scored[row] = num_top
+        self._prompts.set_row(init)
 
     def _is_steady(self, plan: StepPlan, starts: IntArray) -> bool:
         """Whether every row runs one token, which the device knows, as it knows the row's position,
@@ -227,7 +226,7 @@ class GPURunner:
             self._has_steady
             and batch.num_tokens == len(batch.rows) == len(batch.sampled_rows)
             and not plan.fan_outs
-            and not self._scored
+            and not self._prompts.wants(batch.rows)
             and bool((starts >= self._num_known[batch.rows] - 1).all())
             and bool(self._is_placed[batch.rows].all())
         )
@@ -281,29 +280,5 @@ class GPURunner:
             return None
         return StepLogprobs(places[found.places].astype(np.int32), found.scores)
 
-    def _score_prompts(
-        self, batch: Batch, starts: IntArray, hidden: torch.Tensor
-    ) -> tuple[PromptLogprobs, ...]:
-        """Scores of the prompt tokens that follow the step's positions."""
-        found = []
-        offset = 0
-        for row, start, count in zip(
-            batch.rows.tolist(), starts.tolist(), batch.num_scheduled_tokens.tolist(), strict=True
-        ):
-            num_top = self._scored.get(row)
-            if num_top is not None:
-                first = start + 1
-                token_ids = self._known[row][first : first + count]
-                if first + count > len(self._known[row]):
-                    del self._scored[row]
-                if len(token_ids):
-                    states = hidden[offset : offset + len(token_ids)]
-                    scores = prompt_scores(
-                        lambda states: self.model.logits(states).float().cpu(),
-                        states,
-                        token_ids.astype(np.int64),
-                        num_top,
-                    )
-                    found.append(PromptLogprobs(row, first, token_ids, scores))
-            offset += count
-        return tuple(found)
+    def _host_logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(states).float().cpu()

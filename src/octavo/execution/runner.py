@@ -25,7 +25,7 @@ from octavo.core.plan import (
 )
 from octavo.execution.arena import Arena
 from octavo.execution.attention.interface import AttentionBackend, StepAttention, StepRows
-from octavo.execution.sampling.logprobs import prompt_scores
+from octavo.execution.sampling.prompts import PromptScorer
 from octavo.execution.sampling.sampler import Sampler
 
 
@@ -66,8 +66,7 @@ class Runner:
         # Tokens that a row was initialised with, and their number.
         self._known: list[IntArray] = [np.zeros(0, dtype=np.int32)] * max_num_seqs
         self._num_known: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
-        # Rows whose prompt is scored, and how many of the likeliest tokens they want.
-        self._scored: dict[int, int] = {}
+        self._prompts = PromptScorer()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -92,10 +91,15 @@ class Runner:
         positions = torch.from_numpy(step.positions)
         last = torch.from_numpy(ends[batch.samples].astype(np.int64) - 1)
         # Prompts that are scored need the states of all their tokens.
-        wanted = None if self._scored or len(last) == batch.num_tokens else last
+        is_scored = self._prompts.wants(batch.rows)
+        wanted = None if is_scored or len(last) == batch.num_tokens else last
         attention = self.attention.plan(step)
         hidden = self.model.forward(token_ids, positions, attention, wanted)
-        prompts = self._score_prompts(step, hidden) if self._scored else ()
+        prompts: tuple[PromptLogprobs, ...] = ()
+        if is_scored:
+            prompts = self._prompts.score(
+                step.rows, step.starts, step.counts, hidden, self.model.logits
+            )
         tokens, logprobs = self._sample(
             plan, hidden if wanted is not None or len(last) == len(hidden) else hidden[last]
         )
@@ -139,10 +143,7 @@ class Runner:
             stop_token_ids=init.stop_token_ids,
             num_logprobs=init.num_logprobs,
         )
-        self._scored.pop(init.row, None)
-        num_top = init.params.prompt_logprobs
-        if num_top is not None and init.num_prompt_tokens in (None, len(init.token_ids)):
-            self._scored[init.row] = num_top
+        self._prompts.set_row(init)
 
     def _token_ids(self, step: StepRows) -> NDArray[np.int64]:
         """Known tokens of rows that are behind, else what the row sampled last."""
@@ -153,26 +154,6 @@ class Runner:
             known = self._known[step.rows[i]]
             token_ids[offset : offset + count] = known[start : start + count]
         return token_ids
-
-    def _score_prompts(self, step: StepRows, hidden: torch.Tensor) -> tuple[PromptLogprobs, ...]:
-        """Scores of the prompt tokens that follow the step's positions."""
-        found = []
-        for i, row in enumerate(step.rows.tolist()):
-            num_top = self._scored.get(row)
-            if num_top is None:
-                continue
-            first = int(step.starts[i]) + 1
-            token_ids = self._known[row][first : first + int(step.counts[i])]
-            if first + int(step.counts[i]) > len(self._known[row]):
-                del self._scored[row]
-            if len(token_ids):
-                offset = int(step.offsets[i])
-                states = hidden[offset : offset + len(token_ids)]
-                scores = prompt_scores(
-                    self.model.logits, states, token_ids.astype(np.int64), num_top
-                )
-                found.append(PromptLogprobs(row, first, token_ids, scores))
-        return tuple(found)
 
     def _sample(
         self, plan: StepPlan, hidden: torch.Tensor

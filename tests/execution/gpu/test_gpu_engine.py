@@ -90,7 +90,7 @@ def requests(max_tokens: int = 5) -> list[Request]:
     kinds: list[tuple[dict[str, Any], int]] = [
         ({"temperature": 0.0}, 1),
         ({"temperature": 0.9}, 2),
-        ({"temperature": 0.0, "repetition_penalty": 1.5, "logprobs": 2}, 1),
+        ({"temperature": 0.0, "repetition_penalty": 1.5, "logprobs": 2, "prompt_logprobs": 1}, 1),
         ({"temperature": 0.0, "use_beam_search": True, "beam_width": 2}, 1),
     ]
     random = np.random.default_rng(0)

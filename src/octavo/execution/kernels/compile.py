@@ -6,9 +6,23 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from llvmlite import ir
 from numba import njit
 
 logger = logging.getLogger(__name__)
+
+
+class BFloatType(ir.Type):  # type: ignore[misc]
+    """LLVM's ``bfloat``, which llvmlite lacks."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloatType)
+
+    def __hash__(self) -> int:
+        return hash(BFloatType)
+
+    def __str__(self) -> str:
+        return "bfloat"
 
 
 def compiled(**flags: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -23,7 +23,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from octavo.execution.kernels.compile import compiled
+from octavo.execution.kernels.compile import BFloatType, compiled
 
 # Columns of a packed tile: two 512-bit registers.
 TILE = 32
@@ -40,21 +40,8 @@ _F32 = ir.FloatType()
 _INTS, _FLOATS = ir.VectorType(_I32, _LANES), ir.VectorType(_F32, _LANES)
 
 
-class _BFloatType(ir.Type):
-    """LLVM's ``bfloat``, which llvmlite lacks."""
-
-    def __eq__(self, other):
-        return isinstance(other, _BFloatType)
-
-    def __hash__(self):
-        return hash(_BFloatType)
-
-    def __str__(self):
-        return "bfloat"
-
-
-_BF16 = ir.VectorType(_BFloatType(), 2 * _LANES)
-_BF16_HALF = ir.VectorType(_BFloatType(), _LANES)
+_BF16 = ir.VectorType(BFloatType(), 2 * _LANES)
+_BF16_HALF = ir.VectorType(BFloatType(), _LANES)
 
 # 2 ** x for x in -0.5..0.5 as a polynomial, highest power first.
 _EXP2 = (0.00133908634, 0.00967603192, 0.0555035711, 0.240221075, 0.693147188, 1.00000008)

@@ -39,7 +39,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from octavo.execution.kernels.compile import compiled
+from octavo.execution.kernels.compile import BFloatType, compiled
 
 GROUP = 32
 LANES = 16
@@ -61,20 +61,7 @@ _INTS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
-class _BFloatType(ir.Type):
-    """LLVM's ``bfloat``, which llvmlite lacks."""
-
-    def __eq__(self, other):
-        return isinstance(other, _BFloatType)
-
-    def __hash__(self):
-        return hash(_BFloatType)
-
-    def __str__(self):
-        return "bfloat"
-
-
-_BFLOATS = ir.VectorType(_BFloatType(), 2 * LANES)
+_BFLOATS = ir.VectorType(BFloatType(), 2 * LANES)
 
 
 class _Emitter:

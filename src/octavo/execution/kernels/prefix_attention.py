@@ -73,12 +73,12 @@ def _prefix(
     acc = tl.zeros([BLOCK_M, DIM], dtype=tl.float32)
     pool = keys + kv_head * HEAD_DIM
     acc, total, largest = attend(
-        q, acc, total, largest, pool, value_offset, tables, row, last, seen, first, full,
+        q, acc, total, largest, pool, value_offset, tables, row, last, first, full,
         end - 1, 0, scale_log2, stride_table, stride_block, stride_token,
         False, False, BLOCK_SIZE, HEAD_DIM, DIM, BLOCK_N,
     )  # fmt: skip
     acc, total, largest = attend(
-        q, acc, total, largest, pool, value_offset, tables, row, last, seen, full, end,
+        q, acc, total, largest, pool, value_offset, tables, row, last, full, end,
         end - 1, 0, scale_log2, stride_table, stride_block, stride_token,
         True, False, BLOCK_SIZE, HEAD_DIM, DIM, BLOCK_N,
     )  # fmt: skip

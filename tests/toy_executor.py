@@ -107,6 +107,7 @@ class ToyExecutor:
         mmu: ToyMMU | None = None,
     ) -> None:
         self.mmu = mmu
+        self._is_mapped = True
         self.capacity = KVCapacity(num_blocks, block_size, block_bytes=1)
         self.arena = [[-1] * block_size for _ in range(num_blocks)]
         self.host = [[-1] * block_size for _ in range(4 * num_blocks)]
@@ -150,11 +151,16 @@ class ToyExecutor:
         ):
             self.tables[row][index] = block_id
         transfers = []
+        ahead: list[MapBlocks] = []
+        self._is_mapped = plan.batch.is_mapped
         for command in plan.commands:
             if isinstance(command, MapBlocks):
                 assert self.mmu is not None, "nothing is mapped under `paged`"
-                assert command is plan.commands[0], "mapping comes before copies"
-                self.mmu.obey(command)
+                assert command in plan.commands[:2], "mapping comes before copies"
+                if command.is_ahead:
+                    ahead.append(command)
+                else:
+                    self.mmu.obey(command)
                 continue
             if isinstance(command, SwapOut):
                 self._copy(self.arena, command.block_ids, self.host, command.host_block_ids)
@@ -180,6 +186,10 @@ class ToyExecutor:
         tokens = [self._sample(row) for row in batch.sampled_rows.tolist()]
         for fan_out in plan.fan_outs:
             tokens += [self._sample(row) for row in fan_out.destination_rows]
+        for command in ahead:
+            # As late as may be: this step reads none of it.
+            assert self.mmu is not None
+            self.mmu.obey(command)
         if fails:
             return StepError(f"step {plan.step_id} was told to fail")
         logprobs = self._logprobs(plan.sampled_rows().tolist(), tokens)
@@ -242,7 +252,7 @@ class ToyExecutor:
 
     def _block(self, row: int, index: int) -> int:
         block_id = self.tables[row][index]
-        if self.mmu is not None:
+        if self.mmu is not None and self._is_mapped:
             assert self.mmu.block(row, index) == block_id, f"slot {row} shows another's block"
         return block_id
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -673,6 +675,8 @@ class PagedMachine(RuleBasedStateMachine):
     def every_row_reads_its_own_tokens(self) -> None:
         self.paged.check()
         for row, tokens in self.model.items():
+            if not self.paged.is_mapped(as_ids([row])):
+                continue
             read = [
                 int(self.arena[self.tables[row][p // SIZE], p % SIZE]) for p in range(len(tokens))
             ]
@@ -705,6 +709,7 @@ class VirtualMachine(PagedMachine):
     few places may be mapped."""
 
     max_mapped = 16
+    options: ClassVar[dict[str, int]] = {}
 
     def make(self) -> PagedManager:
         self.mmu = ToyMMU(self.rows, self.max_mapped)
@@ -716,6 +721,7 @@ class VirtualMachine(PagedMachine):
             prefix_caching=True,
             num_host_blocks=7,
             sharing=self.sharing,
+            **self.options,
         )
         return self.virtual
 
@@ -734,6 +740,8 @@ class VirtualMachine(PagedMachine):
         # A fork is told with the next plan.
         self.obey()
         for row, tokens in self.model.items():
+            if not self.paged.is_mapped(as_ids([row])):
+                continue
             read = [
                 int(self.arena[self.mmu.block(row, p // SIZE), p % SIZE])
                 for p in range(len(tokens))
@@ -743,6 +751,12 @@ class VirtualMachine(PagedMachine):
             shown = self.mmu.slots[row]
             assert [shown[place] for place in range(len(shown))] == self.virtual.slot(row).tolist()
         assert self.mmu.num_mapped == self.virtual.num_mapped_blocks <= self.max_mapped
+
+
+class AheadMachine(VirtualMachine):
+    """Places are mapped ahead, and rows that forked are read through their tables."""
+
+    options: ClassVar[dict[str, int]] = {"num_ahead": 2, "num_places": 5, "maps_forks": False}
 
 
 class UnsharedMachine(PagedMachine):
@@ -772,6 +786,8 @@ class UnsharedVirtualMachine(VirtualMachine, UnsharedMachine):
 TestPagedMachine = PagedMachine.TestCase
 TestVirtualMachine = VirtualMachine.TestCase
 TestUnsharedVirtualMachine = UnsharedVirtualMachine.TestCase
+TestAheadMachine = AheadMachine.TestCase
+TestAheadMachine.settings = settings(stateful_step_count=40)
 TestVirtualMachine.settings = settings(stateful_step_count=40)
 TestUnsharedVirtualMachine.settings = settings(stateful_step_count=40)
 TestUnsharedMachine = UnsharedMachine.TestCase

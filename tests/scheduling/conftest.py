@@ -9,7 +9,7 @@ import pytest
 from scheduling.harness import Harness
 
 
-@pytest.fixture(scope="module", params=["paged", "virtual"])
+@pytest.fixture(scope="module", params=["paged", "virtual", "ahead"])
 def translation(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every `Harness` of the module runs under one, then the other."""
     Harness.kv = request.param

@@ -73,7 +73,8 @@ def moves(plan: StepPlan) -> list[KVCommand]:
 class Harness:
     """An engine core on the toy executor, with every output collected."""
 
-    # The translation where a test does not say; see conftest.py.
+    # The translation where a test does not say, see conftest.py; "ahead" is `virtual` as on a GPU:
+    # places are mapped ahead, and rows that forked are read through their tables.
     kv = "paged"
 
     def __init__(
@@ -101,9 +102,12 @@ class Harness:
         }
         self.mmu: ToyMMU | None = None
         self.manager = PagedManager(num_blocks, block_size, max_num_seqs, **options)
-        if (kv or self.kv) == "virtual":
-            limit = max_mapped_blocks or max_num_seqs * num_blocks_for(max_model_len, block_size)
+        if (kv or self.kv) != "paged":
+            num_places = num_blocks_for(max_model_len, block_size)
+            limit = max_mapped_blocks or max_num_seqs * num_places
             self.mmu = ToyMMU(max_num_seqs, limit)
+            if (kv or self.kv) == "ahead":
+                options |= {"num_ahead": 2, "num_places": num_places, "maps_forks": False}
             self.manager = VirtualManager(
                 num_blocks, block_size, max_num_seqs, max_mapped_blocks=limit, **options
             )

@@ -52,6 +52,7 @@ class Batch:
     that a token is sampled from its last one; a prefill chunk that ends earlier samples nothing.
     ``num_tokens`` is their sum; ``sampled_rows`` is ``rows[samples]``. ``prefix_groups`` may tell
     which rows begin alike (None: nobody looked); they hold for as long as the batch does.
+    ``is_mapped``: under `virtual`, the slot of every row shows what its block table says.
     """
 
     rows: IntArray
@@ -60,6 +61,7 @@ class Batch:
     sampled_rows: IntArray
     num_tokens: int
     prefix_groups: tuple[PrefixGroup, ...] | None = None
+    is_mapped: bool = True
 
     @classmethod
     def decode(cls, rows: IntArray) -> Batch:
@@ -176,11 +178,15 @@ class MapBlocks:
     ``slots[i]`` shows block ``block_ids[i]`` from this step on, whatever it showed before; the null
     block stands for nothing: the place is unmapped. No place comes twice, and those that are
     unmapped come first, so that a limit on mappings is kept at every moment.
+
+    ``is_ahead``: no step that was launched reads these places, nor does this one. They may be
+    mapped while it runs; whoever reads one later finds there what was ordered last.
     """
 
     slots: IntArray
     places: IntArray
     block_ids: IntArray
+    is_ahead: bool = False
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -152,6 +152,9 @@ class KVManager(Protocol):
     def prefix_groups(self, rows: IntArray, num_computed: IntArray) -> tuple[PrefixGroup, ...]:
         """Which of ``rows``, of so many computed tokens each, begin with the same full blocks."""
 
+    def is_mapped(self, rows: IntArray) -> bool:
+        """Whether the slots of all ``rows`` follow their tables. True where there are no slots."""
+
     def drain(self) -> Drained:
         """Commands and table changes since the last call. Tables of rows admitted or forked in
         between are not in it: a `RowInit` carries them whole."""

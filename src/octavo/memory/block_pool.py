@@ -92,6 +92,17 @@ class BlockPool:
             self.references[block_id] = 1
         return block_ids
 
+    def try_set_aside(self) -> int | None:
+        """A free block, still free but now the last to be handed out to those who want another.
+        Only of a pool that is ``oldest_first``. None when no block is free."""
+        free = self._free
+        assert isinstance(free, OrderedDict), "this pool hands out the youngest first"
+        if not free:
+            return None
+        block_id = next(iter(free))
+        free.move_to_end(block_id)
+        return block_id
+
     def share(self, block_ids: Iterable[int]) -> None:
         """One more reference to each block, referenced or cached."""
         for block_id in block_ids:

@@ -344,6 +344,9 @@ class PagedManager:
         """See `octavo.memory.prefix_groups`."""
         return prefix_groups(self._tables, rows, num_computed // self.block_size, self.block_size)
 
+    def is_mapped(self, rows: IntArray) -> bool:
+        return True
+
     def drain(self) -> Drained:
         copies = self._copies.take()
         if not self._deltas and not copies and not self._swaps:

@@ -12,11 +12,17 @@ so that commands are made for the difference between that and the block table al
 
 What a slot shows is always a run from place 0 on. It stays when a sequence ends; only to keep to
 ``max_mapped_blocks`` are stale places given up, from the ends of the slots that rest longest.
+
+**Ahead of need** a slot may show a free block behind its table: the mapping pins nothing, and since
+free blocks that a slot shows are taken first, the block is most likely there when the table gets to
+it. Only if somebody else had to take it, the place is mapped anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from octavo.core.layout import num_blocks_for
 from octavo.core.plan import (
@@ -24,6 +30,7 @@ from octavo.core.plan import (
     Admission,
     Drained,
     IntArray,
+    KVCommand,
     MapBlocks,
     int_array,
 )
@@ -36,6 +43,10 @@ class VirtualManager(PagedManager):
 
     ``max_mapped_blocks`` is how many places may be mapped in all slots together. Nothing is refused
     for it here: whoever admits sees to it that the tables of all rows together stay within it.
+
+    ``num_ahead`` places are mapped ahead in the slot of a row that is likely to be next, and one
+    behind the table of each row that grows, of the ``num_places`` that a slot has; 0: none. Without ``maps_forks`` the slots of rows that
+    forked, or were forked, do not follow their tables any more until they are freed (`is_mapped`).
     """
 
     # What was free a moment ago is what a slot still shows.
@@ -48,6 +59,9 @@ class VirtualManager(PagedManager):
         max_num_seqs: int,
         *,
         max_mapped_blocks: int,
+        num_places: int = 0,
+        num_ahead: int = 0,
+        maps_forks: bool = True,
         prefix_caching: bool = False,
         num_host_blocks: int = 0,
         sharing: bool = True,
@@ -67,6 +81,13 @@ class VirtualManager(PagedManager):
         self._changed: dict[int, int] = {}
         # Rows that ended, the longest ago first: the order in which stale places are given up.
         self._resting: dict[int, None] = {}
+        self._num_ahead = num_ahead
+        self._num_places = num_places
+        # The row whose slot was made ready last for whoever comes next.
+        self._prepared: int | None = None
+        self._maps_forks = maps_forks
+        self._is_unmapped = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._num_unmapped = 0
 
     @property
     def max_mapped_blocks(self) -> int | None:
@@ -127,12 +148,19 @@ class VirtualManager(PagedManager):
         first = int(self.writable[row]) // self.block_size
         if not super().grow(row, num_tokens, reserve=reserve):
             return False
+        if self._is_unmapped[row]:
+            return True
         self._changed[row] = min(self._changed.get(row, first), first)
         return True
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
         super().fork(parent, child, num_tokens)
         self._start(child)
+        if not self._maps_forks:
+            for row in (parent, child):
+                self._num_unmapped += not self._is_unmapped[row]
+                self._is_unmapped[row] = True
+                self._changed.pop(row, None)
 
     def swap_in(
         self, tables: Sequence[SwappedTable], rows: Sequence[int], *, reserve: int = 0
@@ -150,20 +178,29 @@ class VirtualManager(PagedManager):
     def free(self, row: int) -> None:
         super().free(row)
         self._changed.pop(row, None)
+        self._num_unmapped -= int(self._is_unmapped[row])
+        self._is_unmapped[row] = False
         self._resting[row] = None
 
     # ── what follows for slots ───────────────────────────────────────────────────────────────
+
+    def is_mapped(self, rows: IntArray) -> bool:
+        return not self._num_unmapped or not bool(self._is_unmapped[rows].any())
 
     def drain(self) -> Drained:
         drained = super().drain()
         if not self._changed:
             return drained
+        changed = list(self._changed)
         mapped = self._difference()
-        if not mapped:
+        commands: list[KVCommand] = []
+        if mapped:
+            commands.append(_map_blocks([*self._give_up_stale(), *mapped]))
+        if self._num_ahead and (ahead := self._look_ahead(changed)):
+            commands.append(_map_blocks(ahead, is_ahead=True))
+        if not commands:
             return drained
-        slots, places, block_ids = int_array([*self._give_up_stale(), *mapped]).T
-        command = MapBlocks(slots, places, block_ids)
-        return Drained((command, *drained.commands), drained.table_deltas)
+        return Drained((*commands, *drained.commands), drained.table_deltas)
 
     def _difference(self) -> list[tuple[int, int, int]]:
         """Slot, place and block of whatever is in a table but not in its slot. It is in the slot
@@ -183,6 +220,47 @@ class VirtualManager(PagedManager):
                 found.append((row, place, block_id))
         self._changed.clear()
         return found
+
+    def _look_ahead(self, changed: Iterable[int]) -> list[tuple[int, int, int]]:
+        """Free blocks behind the tables that ``changed``, and in the slot that is likely to be
+        needed next. Never at the cost of a mapping that somebody may want."""
+        found: list[tuple[int, int, int]] = []
+        for row in changed:
+            self._show_free(row, len(self._tables[row]), found)
+        if self._prepared is None or self._tables[self._prepared]:
+            self._prepared = self._likely_next()
+            if self._prepared is not None:
+                self._resting.setdefault(self._prepared)
+                for place in range(self._num_ahead):
+                    self._show_free(self._prepared, place, found)
+        return found
+
+    def _likely_next(self) -> int | None:
+        """The row that a prompt of which nothing is cached would be given."""
+        free = [row for row, table in enumerate(self._tables) if not table]
+        chosen = self.choose_rows(free, 1, _NO_TOKENS, use_cache=False)
+        return chosen[0] if chosen else None
+
+    def _show_free(self, row: int, place: int, found: list[tuple[int, int, int]]) -> None:
+        """Let the slot show a free block at ``place``. What another sequence may come back for, at
+        a place of a slot that rests, is left alone."""
+        slot = self._slots[row]
+        if place >= self._num_places or place > len(slot):
+            return
+        if place < len(slot):
+            if self.pool.is_free(slot[place]) or not self._tables[row]:
+                return
+        elif self.num_mapped_blocks >= self._max_mapped_blocks:
+            return
+        block_id = self.pool.try_set_aside()
+        if block_id is None:
+            return
+        if place == len(slot):
+            slot.append(block_id)
+            self.num_mapped_blocks += 1
+        else:
+            slot[place] = block_id
+        found.append((row, place, block_id))
 
     def _give_up_stale(self) -> list[tuple[int, int, int]]:
         """As many stale places as are mapped too many: what rests longest, then what running rows
@@ -210,5 +288,16 @@ class VirtualManager(PagedManager):
         assert self.num_mapped_blocks == sum(map(len, self._slots)), "mappings are miscounted"
         for row, table in enumerate(self._tables):
             right = self._changed.get(row, len(table))
+            if self._is_unmapped[row]:
+                continue
             assert self._slots[row][:right] == table[:right], f"slot {row} is not its table's"
             assert bool(table) <= (row not in self._resting), f"row {row} runs but rests"
+
+
+_NO_TOKENS = int_array([])
+
+
+def _map_blocks(places: list[tuple[int, int, int]], *, is_ahead: bool = False) -> MapBlocks:
+    """``places`` are slot, place and block."""
+    slots, numbers, block_ids = int_array(places).T
+    return MapBlocks(slots, numbers, block_ids, is_ahead)

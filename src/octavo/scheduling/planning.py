@@ -52,6 +52,8 @@ class Planner:
         if batch is not None and batch is self.state.decode_batch:
             batch = self._with_prefix_groups(batch)
         fan_outs = self._fan_out(batch, inits, forks) if batch else ()
+        if batch is not None and batch.is_mapped:
+            batch = self._with_mapping(batch)
         drained = self.state.manager.drain()
         if batch is None:
             if not drained.commands and not prepared and not len(drained.table_deltas):
@@ -127,6 +129,15 @@ class Planner:
         groups = self.state.manager.prefix_groups(batch.rows, num_computed)
         self.state.decode_batch = replace(batch, prefix_groups=groups)
         return self.state.decode_batch
+
+    def _with_mapping(self, batch: Batch) -> Batch:
+        """The batch, with whether all its rows may be read through their slots."""
+        if self.state.manager.is_mapped(batch.rows):
+            return batch
+        unmapped = replace(batch, is_mapped=False)
+        if batch is self.state.decode_batch:
+            self.state.decode_batch = unmapped
+        return unmapped
 
     def _plan_chunks(self, budget: int) -> tuple[list[tuple[int, int]], int]:
         chunks = []

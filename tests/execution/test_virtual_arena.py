@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
+from threading import Event, active_count
 
 import pytest
 import torch
 
 from octavo.core.layout import KVLayout
-from octavo.core.plan import NULL_BLOCK, CopyBlocks, MapBlocks, SwapIn, SwapOut
+from octavo.core.plan import NULL_BLOCK, CopyBlocks, KVCommand, MapBlocks, SwapIn, SwapOut
 from octavo.execution.arena import Arena
 from octavo.execution.pages.interface import PageError, host_page_bytes
 from octavo.execution.pages.memfd import MemfdPages
@@ -21,9 +23,18 @@ SIZE = 4
 LAYOUT = KVLayout(2, 1, host_page_bytes() // (SIZE * 2 * 2 * 4), 4, SIZE)
 
 
+class Settled(VirtualArena):
+    """Waits for the mapping thread, as no step would."""
+
+    def obey(self, commands: tuple[KVCommand, ...]) -> tuple[int, ...]:
+        finished = super().obey(commands)
+        self.settle()
+        return finished
+
+
 def make(num_blocks: int = 8, num_slots: int = 3, max_mappings: int | None = None) -> VirtualArena:
     pages = MemfdPages(LAYOUT.block_bytes, max_mappings=max_mappings)
-    return VirtualArena(
+    return Settled(
         LAYOUT, num_blocks, torch.float32, 4, num_slots=num_slots, max_model_len=15, pages=pages
     )
 
@@ -94,7 +105,7 @@ def test_the_limit_allows_as_many_places_as_it_says() -> None:
     arena = make(num_slots=3, max_mappings=2 + 3 + 7)
     assert arena.max_mapped_blocks == 7
     arena.obey((maps((0, 0, 5), (0, 1, 3), (0, 2, 1), (1, 0, 5), (1, 1, 3), (2, 0, 5), (2, 1, 3)),))
-    arena.require([0, 1, 2], [12, 8, 8])
+    arena.require(as_ids([0, 1, 2]), as_ids([12, 8, 8]))
     assert arena.num_mapped_blocks == arena.max_mapped_blocks == 7
     assert make().max_mapped_blocks == 3 * 4, "all places of all slots"
 
@@ -106,16 +117,84 @@ def test_what_cannot_be_mapped_fails_who_reads_it_and_is_tried_again() -> None:
     assert isinstance(pages, MemfdPages)
     allowed, pages._max_mappings = pages._max_mappings, pages.num_mappings
     arena.obey((maps((0, 1, 7), (1, 0, 3)),))
-    arena.require([0], [8])
+    arena.require(as_ids([0]), as_ids([8]))
     with pytest.raises(PageError, match=r"slot 1 cannot be mapped: .* raise vm.max_map_count"):
-        arena.require([1], [1])
+        arena.require(as_ids([1]), as_ids([1]))
     with pytest.raises(PageError, match="slot 1"):
-        arena.require([0, 1], [8, 4])
+        arena.require(as_ids([0, 1]), as_ids([8, 4]))
     pages._max_mappings = allowed
     arena.obey((maps((1, 0, 4), (1, 1, 5)),))
-    arena.require([0, 1], [8, 8])
+    arena.require(as_ids([0, 1]), as_ids([8, 8]))
     assert shown(arena, 0, 8) == [1] * 4 + [7] * 4
     assert shown(arena, 1, 8) == [4] * 4 + [5] * 4, "what was told last"
+
+
+def test_what_fails_ahead_of_need_fails_nobody_until_it_is_needed() -> None:
+    arena = filled()
+    arena.obey((maps((0, 0, 1)),))
+    pages = arena.pages
+    assert isinstance(pages, MemfdPages)
+    allowed, pages._max_mappings = pages._max_mappings, pages.num_mappings
+    ahead = maps((0, 1, 7))
+    arena.obey((replace(ahead, is_ahead=True),))
+    arena.require(as_ids([0]), as_ids([4]))
+    with pytest.raises(PageError, match="slot 0 cannot be mapped"):
+        arena.require(as_ids([0]), as_ids([5]))
+    pages._max_mappings = allowed
+    arena.require(as_ids([0]), as_ids([5]))
+    assert shown(arena, 0, 8) == [1] * 4 + [7] * 4
+
+
+def test_urgent_orders_overtake_and_only_what_is_read_is_waited_for() -> None:
+    """The thread is held up at the first of many orders made ahead of need."""
+    arena = VirtualArena(LAYOUT, 8, torch.float32, num_slots=8, max_model_len=15)
+    started, go, order = Event(), Event(), []
+    mapper, real = arena._slots.mapper, arena._slots.mapper._map
+
+    def slow(slot: int, wanted: dict[int, int]) -> None:
+        order.append(slot)
+        started.set()
+        assert go.wait(10)
+        real(slot, wanted)
+
+    mapper._map = slow  # type: ignore[method-assign]
+    arena.obey((maps((7, 0, 1)),))
+    assert started.wait(10)
+    for slot in range(4):
+        arena.obey((replace(maps((slot, 0, 1)), is_ahead=True),))
+    arena.obey((maps((5, 0, 2)),))
+    arena.require(as_ids([6]), as_ids([0]))
+    go.set()
+    arena.require(as_ids([5]), as_ids([4]))
+    arena.settle()
+    assert order[:2] == [7, 5]
+    assert sorted(order[2:]) == [0, 1, 2, 3]
+
+
+def test_a_mapping_thread_that_fails_fails_who_reads_and_goes_on() -> None:
+    arena = filled()
+    mapper, real = arena._slots.mapper, arena._slots.mapper._map
+
+    def broken(slot: int, wanted: dict[int, int]) -> None:
+        raise ZeroDivisionError("nobody thought of it")
+
+    mapper._map = broken  # type: ignore[method-assign]
+    arena.obey((maps((0, 0, 1), (1, 0, 2)),))
+    with pytest.raises(PageError, match="slot 0 .* ZeroDivisionError: nobody thought of it"):
+        arena.require(as_ids([0]), as_ids([4]))
+    mapper._map = real  # type: ignore[method-assign]
+    arena.require(as_ids([0, 1]), as_ids([4, 4]))
+    assert shown(arena, 1, 4) == [2] * 4
+
+
+def test_the_thread_ends_with_the_arena() -> None:
+    gc.collect()
+    before = active_count()
+    arena = filled()
+    arena.obey((maps((0, 0, 1)),))
+    assert active_count() == before + 1
+    del arena
+    assert active_count() == before
 
 
 def test_memory_and_files_go_with_the_arena() -> None:
@@ -137,6 +216,6 @@ def test_an_arena_without_slots_refuses_to_map() -> None:
 def test_a_place_that_nobody_mapped_is_an_error_not_a_crash() -> None:
     arena = filled()
     arena.obey((maps((1, 0, 1)),))
-    arena.require([1], [4])
+    arena.require(as_ids([1]), as_ids([4]))
     with pytest.raises(PageError, match="slot 1 shows nothing at place 1"):
-        arena.require([1], [5])
+        arena.require(as_ids([1]), as_ids([5]))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.config import BLOCK_SIZE, ConfigError, EngineConfig
+from octavo.core.layout import num_blocks_for
 from octavo.engine.core import EngineCore
 from octavo.engine.mechanism import Mechanism, resolve_limits
 from octavo.engine.report import EngineReport
@@ -102,7 +103,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         start_s=mechanism.start_s,
         sharing=config.sharing,
         kv=config.kv,
-        max_mapped_blocks=mechanism.max_mapped_blocks,
+        max_mapped_blocks=mechanism.slots and mechanism.slots.max_mapped_blocks,
     )
     return core, report
 
@@ -115,9 +116,17 @@ def _manager(config: EngineConfig, max_num_seqs: int, mechanism: Mechanism) -> P
         "sharing": config.sharing,
     }
     sizes = (capacity.num_blocks, capacity.block_size, max_num_seqs)
-    if mechanism.max_mapped_blocks is None:
+    slots = mechanism.slots
+    if slots is None:
         return PagedManager(*sizes, **options)
-    return VirtualManager(*sizes, max_mapped_blocks=mechanism.max_mapped_blocks, **options)
+    return VirtualManager(
+        *sizes,
+        max_mapped_blocks=slots.max_mapped_blocks,
+        num_places=num_blocks_for(slots.max_tokens, capacity.block_size),
+        num_ahead=slots.num_ahead,
+        maps_forks=slots.maps_forks,
+        **options,
+    )
 
 
 def _device(asked: str) -> str:

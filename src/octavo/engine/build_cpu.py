@@ -21,7 +21,7 @@ from octavo.core.plan import (
     int_array,
 )
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.mechanism import Limits, Mechanism, num_host_blocks
+from octavo.engine.mechanism import Limits, Mechanism, SlotOptions, num_host_blocks
 from octavo.engine.slots import build_slots, mappable_layout
 from octavo.execution import host
 from octavo.execution.arena import Arena
@@ -92,11 +92,12 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         host.available_bytes() - workspace_bytes - num_blocks * layout.block_bytes,
     )
     sliding_window = limits.model_config.sliding_window or 0
-    max_mapped_blocks = None
+    slots: SlotOptions | None = None
     attention: AttentionBackend
     if config.kv == "virtual":
         arena = build_slots(layout, num_blocks, model.dtype, host_blocks, limits)
-        max_mapped_blocks = arena.max_mapped_blocks
+        # There is no kernel here that would read the rows of one batch in two ways.
+        slots = SlotOptions(arena.max_mapped_blocks, limits.max_model_len, maps_forks=True)
         attention_name = "contiguous"
         attention = ContiguousAttention(arena, model.num_heads, model.rope, sliding_window)
     else:
@@ -128,7 +129,7 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         workspace_bytes=workspace_bytes,
         measure_rates=lambda: _measure_rates(runner, num_measured),
         start_s={"weights": weights_s},
-        max_mapped_blocks=max_mapped_blocks,
+        slots=slots,
     )
 
 
@@ -235,3 +236,4 @@ def _warm_up(runner: Runner, num_tokens: int) -> None:
     if isinstance(arena, VirtualArena):
         # The manager starts with slots that show nothing.
         arena.obey((MapBlocks(0 * places, places, 0 * places),))
+        arena.settle()

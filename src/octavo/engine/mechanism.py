@@ -27,12 +27,24 @@ class Limits:
     depth: int
 
 
+@dataclass(frozen=True, slots=True)
+class SlotOptions:
+    """How policy uses slots: at most ``max_mapped_blocks`` places shown at once, ``max_tokens`` in a
+    slot, ``num_ahead`` places mapped ahead of need for whoever comes next. Without ``maps_forks``
+    rows that forked are read through their block tables."""
+
+    max_mapped_blocks: int
+    max_tokens: int
+    maps_forks: bool
+    num_ahead: int = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mechanism:
     """``measure_rates`` runs a chunk and copies blocks: bytes a second to host memory or back, and
     tokens a second of prefill. ``start_s`` says how long the parts of the start took,
     ``finds_prefix_groups`` whether the executor reads a prefix that rows share only once,
-    ``max_mapped_blocks`` how many blocks its slots can show at once (None: it has no slots)."""
+    ``slots`` what there is of them (None: under `paged`)."""
 
     executor: Executor
     model: Decoder
@@ -43,7 +55,7 @@ class Mechanism:
     measure_rates: Callable[[], tuple[float, float]]
     start_s: dict[str, float]
     finds_prefix_groups: bool = False
-    max_mapped_blocks: int | None = None
+    slots: SlotOptions | None = None
 
 
 def num_host_blocks(swap_memory: str, block_bytes: int, available: int) -> int:

@@ -25,6 +25,7 @@ def map_tables(arena: VirtualArena, step: StepRows) -> None:
     slots, places = np.nonzero(step.tables)
     block_ids = step.tables[slots, places]
     arena.obey((MapBlocks(as_ids(slots), as_ids(places), as_ids(block_ids)),))
+    arena.settle()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

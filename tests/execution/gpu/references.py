@@ -20,6 +20,17 @@ class Pool:
         blocks = self.tables[row, : -(-length // size)].long()
         return self.kv_layer[blocks].flatten(0, 1)[:length].float()
 
+    def slots(self, lengths: list[int]) -> torch.Tensor:
+        """One layer of slots that show the same, ``[row, token, K|V, kv_head, head_dim]``; what lies
+        behind a row's tokens is NaN."""
+        heads = self.kv_layer.shape[2:]
+        shape = (len(lengths), max(lengths) + 5, 3, *heads)
+        slots = torch.full(shape, float("nan"), dtype=self.kv_layer.dtype)[:, :, 1]
+        slots = slots.to(self.kv_layer.device)
+        for row, length in enumerate(lengths):
+            slots[row, :length] = self.keys_and_values(row, length).to(slots.dtype)
+        return slots
+
 
 def make_pool(
     lengths: list[int],

@@ -71,6 +71,12 @@ def run_decode(
     for token, row in enumerate(order):
         expected = attend(queries[token : token + 1], pool, row, lengths[row] - 1, window)
         torch.testing.assert_close(out[token : token + 1].float(), expected, **tolerance(dtype))
+    in_slots = torch.full_like(queries, NAN)
+    decode_attention(
+        queries, pool.slots(lengths), rows, positions, ints([count], device), None, in_slots,
+        workspace, splits=splits, window=window, min_keys=min_keys, block_n=block_n,
+    )  # fmt: skip
+    assert torch.equal(in_slots[:count], out[:count]), "the same kernel reads the same in slots"
 
 
 @pytest.mark.parametrize("shape", SMALL)
@@ -132,6 +138,13 @@ def run_prefill(
         expected = attend(queries[own], pool, row, start, window)
         torch.testing.assert_close(out[own].float(), expected, **tolerance(dtype))
         first += count
+    in_slots = torch.full_like(queries, NAN)
+    slots = pool.slots([start + count for start, count in chunks])
+    prefill_attention(
+        queries, slots, PrefillTiles(*columns, ints([len(tiles)], device)), None, in_slots,
+        window=window, block_n=block_n,
+    )  # fmt: skip
+    assert torch.equal(in_slots[1:], out[1:]), "the same kernel reads the same in slots"
 
 
 @pytest.mark.parametrize("shape", SMALL)

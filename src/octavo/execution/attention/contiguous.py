@@ -28,7 +28,7 @@ class ContiguousAttention:
 
     def plan(self, step: StepRows) -> StepAttention:
         """Raises `PageError` when a row's slot could not be mapped."""
-        self.arena.require(step.rows.tolist(), (step.starts + step.counts).tolist())
+        self.arena.require(step.rows, step.starts + step.counts)
         slots = self.arena.slots
         num_slots, max_tokens, num_layers = slots.shape[:3]
         num_heads, num_kv_heads, dim = self.num_heads, *slots.shape[-2:]

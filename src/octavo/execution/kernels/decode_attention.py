@@ -228,7 +228,7 @@ def decode_attention(
     token_rows: torch.Tensor,
     positions: torch.Tensor,
     num_tokens: torch.Tensor,
-    tables: torch.Tensor,
+    tables: torch.Tensor | None,
     out: torch.Tensor,
     workspace: DecodeWorkspace,
     *,
@@ -245,7 +245,9 @@ def decode_attention(
 
     ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]``; token i is the last of row
     ``token_rows[i]``, at ``positions[i]``, and its key is written already. ``max_tokens`` bounds
-    ``num_tokens``. ``window`` 0 means none. ``prefix`` covers the first keys of some tokens.
+    ``num_tokens``. Without ``tables`` ``kv_layer`` is a layer of slots, ``[slot, token, K|V,
+    kv_head, head_dim]``, slot r the row r's: nothing behind a row's tokens is touched.
+    ``window`` 0 means none. ``prefix`` covers the first keys of some tokens.
     """
     assert prefix is None or not window, "a shared prefix has no window"
     tokens, num_heads, head_dim = queries.shape
@@ -257,7 +259,7 @@ def decode_attention(
         token_rows,
         positions,
         num_tokens,
-        tables,
+        positions if tables is None else tables,
         out,
         workspace.out,
         workspace.lse,
@@ -269,7 +271,7 @@ def decode_attention(
         group,
         num_kv_heads,
         window,
-        tables.stride(0),
+        0 if tables is None else tables.stride(0),
         kv_layer.stride(0),
         kv_layer.stride(1),
         kv_layer.stride(2),
@@ -277,7 +279,7 @@ def decode_attention(
         MIN_KEYS=min_keys,
         HAS_WINDOW=window > 0,
         PREFIX_SPLITS=0 if prefix is None else prefix.out.shape[1],
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=0 if tables is None else block_size,
         HEAD_DIM=head_dim,
         DIM=triton.next_power_of_2(head_dim),
         GROUP=padded_group(group),

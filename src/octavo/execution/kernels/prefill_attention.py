@@ -219,7 +219,7 @@ def prefill_attention(
     queries: torch.Tensor,
     kv_layer: torch.Tensor,
     tiles: PrefillTiles,
-    tables: torch.Tensor,
+    tables: torch.Tensor | None,
     out: torch.Tensor,
     *,
     max_tiles: int | None = None,
@@ -231,7 +231,8 @@ def prefill_attention(
     """Attend for the tokens of ``tiles``, whose keys are written already.
 
     ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]``. ``max_tiles`` bounds
-    ``tiles.num_tiles``.
+    ``tiles.num_tiles``. Without ``tables`` ``kv_layer`` is a layer of slots, as in
+    `decode_attention`.
     """
     _, num_heads, head_dim = queries.shape
     _, block_size, _, num_kv_heads, _ = kv_layer.shape
@@ -245,18 +246,18 @@ def prefill_attention(
         tiles.rows,
         tiles.positions,
         tiles.num_tiles,
-        tables,
+        tiles.rows if tables is None else tables,
         out,
         head_dim**-0.5 * 1.4426950408889634,
         group,
         num_kv_heads,
         window,
-        tables.stride(0),
+        0 if tables is None else tables.stride(0),
         kv_layer.stride(0),
         kv_layer.stride(1),
         kv_layer.stride(2),
         HAS_WINDOW=window > 0,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=0 if tables is None else block_size,
         HEAD_DIM=head_dim,
         DIM=dim,
         GROUP=triton.next_power_of_2(group),

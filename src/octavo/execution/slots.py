@@ -1,0 +1,221 @@
+"""Slots: ranges of contiguous addresses that show blocks in order, mapped on a thread of its own.
+
+Knows places and blocks; knows no sequences. What is ordered for a slot is queued and mapped while
+steps run; whoever is about to read slots says so (`Slots.require`) and waits for what it reads, not
+for what others will read later. Errors surface there, at the step that would touch the place::
+
+    order ──▶ pending {slot: {place: block}} ──▶ mapping thread ──▶ the driver
+                                                      │
+    require(rows, lengths) ◀── waits for these ───────┘   raises what failed, after one more try
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from octavo.core.layout import KVLayout, num_blocks_for
+from octavo.core.plan import NULL_BLOCK, IntArray, MapBlocks
+from octavo.execution.pages.interface import AddressRange, PageError, Pages
+from octavo.execution.pages.ledger import runs
+
+Wanted = dict[int, int]
+"""Place → block, of one slot; the null block: nothing."""
+
+
+class Slots:
+    """``num_slots`` ranges of ``max_model_len`` tokens each, in which handle i of ``pages`` is block
+    i.
+
+    ``tensor [num_slots, max_tokens, num_layers, 2, num_kv_heads, head_dim]`` are their addresses;
+    only tokens of mapped places may be touched. ``max_mapped_blocks`` places may be mapped at once.
+
+    Raises:
+        PageError: the system refuses the addresses.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        layout: KVLayout,
+        dtype: torch.dtype,
+        num_slots: int,
+        max_model_len: int,
+    ) -> None:
+        self.block_size = layout.block_size
+        self.num_places = num_blocks_for(max_model_len, layout.block_size)
+        addresses = pages.reserve(num_slots * self.num_places)
+        memory = pages.tensor(addresses).view(dtype)
+        max_tokens = self.num_places * layout.block_size
+        self.tensor = memory.view(num_slots, max_tokens, *layout.block_shape()[1:])
+        # Places of a slot are mapped from its start on, so that each is at most one mapping to the
+        # host, whatever blocks it shows, and each slot ends in at most one hole.
+        self.max_mapped_blocks = num_slots * self.num_places
+        if pages.max_mappings is not None:
+            free = pages.max_mappings - pages.num_mappings - num_slots
+            self.max_mapped_blocks = max(min(self.max_mapped_blocks, free), 0)
+        self.mapper = Mapper(pages, addresses, self.num_places, num_slots)
+
+    @property
+    def num_mapped_blocks(self) -> int:
+        """Places with a block behind them."""
+        return self.mapper.num_mapped()
+
+    def order(self, command: MapBlocks) -> None:
+        """Have places mapped, soon. No running kernel may read them."""
+        by_slot: defaultdict[int, Wanted] = defaultdict(dict)
+        for slot, place, block_id in zip(
+            command.slots.tolist(), command.places.tolist(), command.block_ids.tolist(), strict=True
+        ):
+            by_slot[slot][place] = block_id
+        self.mapper.order(by_slot, is_urgent=not command.is_ahead)
+
+    def require(self, slots: IntArray, lengths: IntArray) -> None:
+        """See to it that ``slots`` show what was ordered for their first ``lengths`` tokens.
+
+        Raises:
+            PageError: the system refuses a mapping, which will be tried again, or one was never
+                ordered: touching it would end the process.
+        """
+        self.mapper.require(slots, -(-lengths // self.block_size))
+
+
+class Mapper:
+    """The mapping thread and what it works on. It starts at the first order and ends with
+    `close`."""
+
+    def __init__(
+        self, pages: Pages, addresses: AddressRange, num_places: int, num_slots: int
+    ) -> None:
+        self._pages = pages
+        self._range = addresses
+        self._num_places = num_places
+        self._num_shown: IntArray = np.zeros(num_slots, dtype=np.int32)
+        self._changed = threading.Condition()
+        # Whoever calls `pages` holds this; waiting for orders needs no driver.
+        self.lock = threading.Lock()
+        self._pending: dict[int, Wanted] = {}
+        self._urgent: dict[int, None] = {}
+        # What the thread is mapping, and what could not be mapped, with the reason.
+        self._current: tuple[int, Wanted] | None = None
+        self._failed: dict[int, tuple[Wanted, PageError]] = {}
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def order(self, by_slot: dict[int, Wanted], *, is_urgent: bool) -> None:
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="mapping", daemon=True)
+                self._thread.start()
+            for slot, wanted in by_slot.items():
+                failed, _ = self._failed.pop(slot, ({}, None))
+                # What was ordered last counts, wherever it waits.
+                self._pending[slot] = failed | self._pending.get(slot, {}) | wanted
+                if is_urgent:
+                    self._urgent[slot] = None
+            self._changed.notify_all()
+
+    def require(self, slots: IntArray, counts: IntArray) -> None:
+        with self._changed:
+            if self._pending or self._current or self._failed:
+                needed = dict(zip(slots.tolist(), counts.tolist(), strict=True))
+                self._retry(needed)
+                while self._is_busy(needed):
+                    self._changed.wait()
+                for slot, (wanted, error) in self._failed.items():
+                    if min(wanted) < needed.get(slot, 0):
+                        raise PageError(f"slot {slot} cannot be mapped: {error}") from error
+            missing = np.flatnonzero(self._num_shown[slots] < counts)
+            if len(missing):
+                slot = int(slots[missing[0]])
+                raise PageError(f"slot {slot} shows nothing at place {self._num_shown[slot]}")
+
+    def wait(self) -> None:
+        """Wait until everything that was ordered is mapped, or has failed."""
+        with self._changed:
+            while self._pending or self._current:
+                self._changed.wait()
+
+    def num_mapped(self) -> int:
+        self.wait()
+        return len(self._range.handles)
+
+    def close(self) -> None:
+        """End the thread. What is pending is forgotten."""
+        with self._changed:
+            self._is_closed = True
+            self._pending.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _retry(self, needed: dict[int, int]) -> None:
+        """Try once more what failed and is to be read now; what failed ahead of need can wait."""
+        for slot, (wanted, _) in list(self._failed.items()):
+            if min(wanted) < needed.get(slot, 0):
+                del self._failed[slot]
+                self._pending[slot] = wanted | self._pending.get(slot, {})
+                self._urgent[slot] = None
+                self._changed.notify_all()
+
+    def _is_busy(self, needed: dict[int, int]) -> bool:
+        """Whether something is still to be mapped within the first ``needed`` places of a slot."""
+        if self._is_closed:
+            return False
+        waiting = list(self._pending.items())
+        if self._current is not None:
+            waiting.append(self._current)
+        return any(min(wanted) < needed.get(slot, 0) for slot, wanted in waiting)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._pending and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                slot = next(iter(self._urgent or self._pending))
+                self._urgent.pop(slot, None)
+                wanted = self._pending.pop(slot)
+                self._current = slot, wanted
+            failure = None
+            try:
+                self._map(slot, wanted)
+            except PageError as error:
+                failure = error
+            except Exception as error:
+                # The thread outlives what nobody thought of; the step that reads the slot fails.
+                failure = PageError(f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._current = None
+                if failure is not None:
+                    self._failed[slot] = wanted, failure
+                self._changed.notify_all()
+
+    def _map(self, slot: int, wanted: Wanted) -> None:
+        """Show ``wanted`` in a slot. When it fails, what was there before may be gone."""
+        base = slot * self._num_places
+        places = sorted(wanted)
+        shown = self._range.handles
+        with self.lock:
+            # A place that shows its block already stays: it may be another try.
+            old = [p for p in places if base + p in shown and shown[base + p] != wanted[p]]
+            try:
+                for _, first, count in runs(old):
+                    self._pages.unmap(self._range, base + first, count)
+                new = [p for p in places if wanted[p] != NULL_BLOCK and base + p not in shown]
+                for _, first, count in runs(new):
+                    blocks = [wanted[place] for place in range(first, first + count)]
+                    self._pages.map(self._range, base + first, blocks)
+                    self._pages.set_access(self._range, base + first, count)
+            finally:
+                count = int(self._num_shown[slot])
+                for place in places:
+                    if base + place not in self._range.accessible:
+                        count = min(count, place)
+                    elif place == count:
+                        count += 1
+                self._num_shown[slot] = count

@@ -116,6 +116,7 @@ def serve(
     device: options.Device = DEFAULTS.device,
     deterministic: options.Deterministic = DEFAULTS.deterministic,
     attention: options.Attention = DEFAULTS.attention,
+    map_forks: options.MapForks = DEFAULTS.map_forks,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     with readable_errors():
@@ -140,6 +141,7 @@ def serve(
             device=device,
             deterministic=deterministic,
             attention=attention,
+            map_forks=map_forks,
         )
         server = ServerConfig(
             host=host,
@@ -206,6 +208,7 @@ def generate(
     device: options.Device = DEFAULTS.device,
     deterministic: options.Deterministic = DEFAULTS.deterministic,
     attention: options.Attention = DEFAULTS.attention,
+    map_forks: options.MapForks = DEFAULTS.map_forks,
 ) -> None:
     """Complete one prompt in this process and print the text."""
     with readable_errors():
@@ -244,6 +247,7 @@ def generate(
             device=device,
             deterministic=deterministic,
             attention=attention,
+            map_forks=map_forks,
         ) as llm:
             if chat:
                 completion = llm.chat([{"role": "user", "content": text}], params)

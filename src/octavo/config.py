@@ -20,7 +20,10 @@ BLOCK_SIZE = 16
 WEIGHT_MODES = ("auto", "bf16", "int8", "int4")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-ATTENTION_BACKENDS = ("auto", "compiled", "gather", "contiguous", "triton")
+ATTENTION_BACKENDS = ("auto", "compiled", "gather", "contiguous", "triton", "stock", "mixed")
+# Which read slots, and which block tables; of the others there is one for each.
+_OVER_SLOTS = ("contiguous", "stock", "mixed")
+_OVER_TABLES = ("compiled", "gather")
 DEVICES = ("auto", "cpu", "cuda")
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -88,7 +91,9 @@ class EngineConfig:
     runs, None lets the device decide.
     ``kv`` says how attention finds a sequence's blocks: ``paged`` looks them up in its block table,
     ``virtual`` has the driver map them at contiguous addresses. ``block_size`` is the tokens in a
-    block; None takes ``BLOCK_SIZE``, or more where only more can be mapped.
+    block; None takes ``BLOCK_SIZE``, or more where only more can be mapped. ``map_forks`` says
+    whether under ``virtual`` samples and beams are mapped in slots of their own, or read through
+    their block tables; None takes what costs less on the device.
     With ``deterministic`` a request's tokens are the same to the last bit whatever runs beside it,
     at a cost in speed, on a GPU.
     Without ``sharing`` samples and beams copy all their blocks and nothing is cached: the same
@@ -121,6 +126,7 @@ class EngineConfig:
     depth: int | None = None
     threads: int | None = None
     attention: str = "auto"
+    map_forks: bool | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -133,6 +139,8 @@ class EngineConfig:
         _choice("kv", self.kv, KV_MANAGERS)
         _choice("attention", self.attention, ATTENTION_BACKENDS)
         _choice("preemption", self.preemption, PREEMPTION_MODES)
+        if self.map_forks not in (None, True, False):
+            raise ConfigError(f"map_forks must be True, False or None, got {self.map_forks!r}")
         for name in ("prefix_caching", "sharing", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -145,12 +153,14 @@ class EngineConfig:
         _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _range("depth", self.depth, 1, 2)
         _range("threads", self.threads, 1, 1024)
-        if (self.kv == "virtual") != (self.attention == "contiguous") and self.attention != "auto":
+        if self.attention in (_OVER_TABLES if self.kv == "virtual" else _OVER_SLOTS):
             raise ConfigError(
-                f"attention={self.attention} does not go with kv={self.kv}: contiguous reads "
-                "slots, which only kv=virtual has, and the others read block tables; use "
-                "attention=auto"
+                f"attention={self.attention} does not go with kv={self.kv}: "
+                f"{', '.join(_OVER_SLOTS)} read slots, which only kv=virtual has, and "
+                f"{', '.join(_OVER_TABLES)} read block tables; use attention=auto"
             )
+        if self.map_forks is not None and self.kv != "virtual":
+            raise ConfigError("map_forks is for kv=virtual: there are no slots to map otherwise")
         if self.preemption != "recompute" and not parse_size("swap_memory", self.swap_memory):
             raise ConfigError(
                 f"preemption={self.preemption} needs host memory to swap to: set swap_memory, for "

@@ -33,7 +33,7 @@ KV = Annotated[
     str,
     typer.Option(
         help="How attention finds blocks: paged (in block tables) or virtual (mapped at contiguous "
-        "addresses by the driver; on a CPU only).",
+        "addresses by the driver).",
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -124,7 +124,18 @@ Threads = Annotated[
 Attention = Annotated[
     str,
     typer.Option(
-        help="Attention backend: auto, compiled, gather or contiguous.", rich_help_panel=_ENGINE
+        help="Attention backend: auto; on a CPU compiled, gather or contiguous; on a GPU triton, stock "
+        "(FlashAttention-2 and cuDNN) or mixed (slots for long chunks, tables elsewhere).",
+        rich_help_panel=_ENGINE,
+    ),
+]
+MapForks = Annotated[
+    bool | None,
+    typer.Option(
+        "--map-forks/--no-map-forks",
+        help="Under virtual: map samples and beams in slots of their own, or read them through "
+        "their block tables [default: mapped on a CPU only].",
+        rich_help_panel=_ENGINE,
     ),
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

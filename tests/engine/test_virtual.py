@@ -237,8 +237,8 @@ def test_layers_are_padded_where_they_must_be(tmp_path: Path) -> None:
     page = host_page_bytes()
     layout = KVLayout(num_layers=15, num_kv_heads=1, head_dim=16, dtype_bytes=4, block_size=16)
     assert layout.block_bytes % page
-    assert mappable_layout(layout, 16, 128).num_layers == 16
-    assert mappable_layout(layout, None, 128).block_bytes % page == 0
+    assert mappable_layout(layout, 16, 128, page).num_layers == 16
+    assert mappable_layout(layout, None, 128, page).block_bytes % page == 0
     odd = save_llama(tmp_path, num_hidden_layers=15, num_key_value_heads=1)
     found = []
     for kv in ("paged", "virtual"):

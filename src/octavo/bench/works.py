@@ -323,11 +323,11 @@ def _run(name: str, works: Sequence[str], emit: Callable[[Figure], None]) -> dic
         for num_tokens in PREFILL_TOKENS if "prefill" in works else ():
             tell(prefill(llm, num_tokens, ceilings))
     if "shared-prefix" in works:
-        _forget(llm)
+        forget(llm)
         with open_llm(name) as llm:
             tell(shared_prefix(llm, ceilings))
     if "deterministic" in works:
-        _forget(llm)
+        forget(llm)
         with open_llm(name, prefix_caching=False, deterministic=True) as llm:
             for rows in DETERMINISTIC_ROWS:
                 figure = decode(llm, rows, ceilings, steps=64)
@@ -343,7 +343,7 @@ def _run(name: str, works: Sequence[str], emit: Callable[[Figure], None]) -> dic
     }
 
 
-def _forget(llm: LLM) -> None:
+def forget(llm: LLM) -> None:
     """Give an engine's memory back, before the next one takes what there is."""
     import torch
 

@@ -7,10 +7,9 @@ happen inside the functions, so that importing the package stays cheap.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
-from octavo.config import BLOCK_SIZE, ConfigError, EngineConfig
+from octavo.config import ConfigError, EngineConfig
 from octavo.core.layout import num_blocks_for
 from octavo.engine.core import EngineCore
 from octavo.engine.mechanism import Mechanism, resolve_limits
@@ -43,11 +42,6 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     model_config = load_config(path)
     if device == "cuda":
         from octavo.engine import build_gpu
-
-        if config.kv == "virtual":
-            raise ConfigError("kv=virtual is not there yet on a GPU; use kv=paged, or device=cpu")
-        if config.block_size is None:
-            config = replace(config, block_size=BLOCK_SIZE)
 
         limits = resolve_limits(
             config,

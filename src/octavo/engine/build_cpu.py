@@ -28,6 +28,7 @@ from octavo.execution.arena import Arena
 from octavo.execution.attention.contiguous import ContiguousAttention
 from octavo.execution.executors.in_process import InProcessExecutor
 from octavo.execution.models.loading import load_model
+from octavo.execution.pages.interface import host_page_bytes
 from octavo.execution.runner import Runner
 from octavo.execution.virtual_arena import VirtualArena
 
@@ -58,6 +59,10 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
             "deterministic is for GPUs: products on a CPU round by how many rows they have, in "
             "float32 too, where scores differ in the fifth decimal; leave it out"
         )
+    if config.attention in ("triton", "stock", "mixed"):
+        raise ConfigError(f"attention={config.attention} needs a GPU; use attention=auto on a CPU")
+    if config.map_forks is False:
+        raise ConfigError("map_forks=False needs a GPU; leave it out on a CPU")
     started = time.perf_counter()
     model = load_model(
         limits.path,
@@ -75,7 +80,9 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         block_size=config.block_size or BLOCK_SIZE,
     )
     if config.kv == "virtual":
-        layout = mappable_layout(layout, config.block_size, limits.max_model_len)
+        layout = mappable_layout(
+            layout, config.block_size, limits.max_model_len, host_page_bytes()
+        )
     workspace_bytes = _workspace_bytes(limits.max_num_seqs, limits.max_num_batched_tokens, model)
     num_blocks = _num_blocks(
         KVMemory.parse(config.kv_memory),

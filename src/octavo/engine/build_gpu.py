@@ -7,15 +7,27 @@ import time
 import numpy as np
 import torch
 
-from octavo.config import ConfigError, EngineConfig, KVMemory
+from octavo.config import BLOCK_SIZE, ConfigError, EngineConfig, KVMemory
 from octavo.core.layout import KVLayout
 from octavo.core.model_config import ModelLoadError
-from octavo.core.plan import Batch, KVCapacity, RowInit, StepPlan, SwapIn, SwapOut, int_array
+from octavo.core.plan import (
+    Batch,
+    KVCapacity,
+    KVCommand,
+    MapBlocks,
+    RowInit,
+    StepPlan,
+    SwapIn,
+    SwapOut,
+    int_array,
+)
 from octavo.core.protocols import StepError
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.mechanism import Limits, Mechanism, num_host_blocks
+from octavo.engine.mechanism import Limits, Mechanism, SlotOptions, num_host_blocks
+from octavo.engine.slots import mappable_layout
 from octavo.execution import host
 from octavo.execution.attention.paged import PagedAttention
+from octavo.execution.attention.stock import StockAttention
 from octavo.execution.device import CUDADevice, Device
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.executors.gpu import GPUExecutor
@@ -23,6 +35,10 @@ from octavo.execution.gpu_runner import GPURunner
 from octavo.execution.models.decoder import Decoder
 from octavo.execution.models.fused import FusedDecoder, can_fuse
 from octavo.execution.models.loading import load_model
+from octavo.execution.pages.cuda import CudaPages, cuda_page_bytes
+from octavo.execution.pages.interface import PageError, host_page_bytes
+from octavo.execution.pages.memfd import MemfdPages
+from octavo.execution.virtual_device_arena import VirtualDeviceArena
 
 TOKEN_BUDGET = 8192
 """Tokens of a step on a GPU: enough for products at their full rate, 0.2 s of an 8B."""
@@ -39,11 +55,19 @@ class GPUParts:
         self,
         model: Decoder,
         device: Device,
-        block_size: int,
+        block_size: int | None,
         limits: Limits,
         *,
         is_invariant: bool = False,
+        kv: str = "paged",
+        attention: str = "triton",
     ) -> None:
+        """``block_size`` None: 16, or the next that can be mapped under ``virtual``.
+
+        Raises:
+            ConfigError: a block of this size cannot be mapped.
+            ModelLoadError: the model does not run on a GPU.
+        """
         if not can_fuse(model):
             raise ModelLoadError(
                 f"{limits.model_config.architecture} does not run on a GPU yet; use device=cpu"
@@ -58,19 +82,29 @@ class GPUParts:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             dtype_bytes=model.dtype.itemsize,
-            block_size=block_size,
+            block_size=block_size or BLOCK_SIZE,
         )
+        self.is_virtual = kv == "virtual"
+        self.attention = attention
+        if self.is_virtual:
+            page_bytes = _page_bytes(device)
+            self.layout = mappable_layout(
+                self.layout, block_size, limits.max_model_len, page_bytes
+            )
 
     def runner(self, num_blocks: int, num_host_blocks: int = 0, capture: bool = True) -> GPURunner:
         """A runner over a pool of ``num_blocks``, the null block included."""
         model, limits = self.model, self.limits
-        arena = DeviceArena(self.layout, num_blocks, model.dtype, self.device, num_host_blocks)
-        attention = PagedAttention(
+        arena = self._arena(num_blocks, num_host_blocks)
+        backend = StockAttention if self.attention == "stock" else PagedAttention
+        attention = backend(
             arena,
             model.num_heads,
             model.rope,
             model.dtype,
             max_decode=limits.max_num_seqs,
+            max_length=limits.max_model_len,
+            only_dense_in_slots=self.attention == "mixed",
             sliding_window=limits.model_config.sliding_window or 0,
             is_invariant=self.is_invariant,
         )
@@ -86,6 +120,23 @@ class GPUParts:
             capture=capture,
         )
 
+    def _arena(self, num_blocks: int, num_host_blocks: int) -> DeviceArena:
+        sizes = (self.layout, num_blocks, self.model.dtype, self.device, num_host_blocks)
+        if not self.is_virtual:
+            return DeviceArena(*sizes)
+        kind = CudaPages if isinstance(self.device, CUDADevice) else MemfdPages
+        limits = self.limits
+        return VirtualDeviceArena(
+            *sizes,
+            num_slots=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            pages=kind(self.layout.block_bytes),
+        )
+
+
+def _page_bytes(device: Device) -> int:
+    return cuda_page_bytes() if isinstance(device, CUDADevice) else host_page_bytes()
+
 
 def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
     """Load the model and give the KV cache what it leaves.
@@ -95,8 +146,14 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         ModelLoadError: the model cannot be loaded, or not on a GPU.
     """
     clock, start_s = time.perf_counter, {}
-    if config.attention not in ("auto", "triton"):
-        raise ConfigError(f"attention={config.attention} is for CPUs; use auto or triton on a GPU")
+    if config.attention not in ("auto", "triton", "stock", "mixed"):
+        raise ConfigError(
+            f"attention={config.attention} is for CPUs; use auto, triton, or, with kv=virtual, "
+            "stock or mixed on a GPU"
+        )
+    attention = "triton" if config.attention == "auto" else config.attention
+    if attention == "stock" and config.deterministic:
+        raise ConfigError("attention=stock is not deterministic; use attention=triton")
     if config.weights not in ("auto", "bf16"):
         raise ConfigError(f"weights={config.weights} is for CPUs; use auto or bf16 on a GPU")
     started = clock()
@@ -114,8 +171,18 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
     )
     torch.cuda.synchronize()
     start_s["weights"] = clock() - started
-    parts = GPUParts(model, device, config.block_size, limits, is_invariant=config.deterministic)
+    if attention == "stock" and model.dtype == torch.float32:
+        raise ConfigError("attention=stock has no float32; use bfloat16, float16 or triton")
     try:
+        parts = GPUParts(
+            model,
+            device,
+            config.block_size,
+            limits,
+            is_invariant=config.deterministic,
+            kv=config.kv,
+            attention=attention,
+        )
         started = clock()
         workspace_bytes = _measured_workspace(parts)
         start_s["kernels"] = clock() - started
@@ -125,9 +192,18 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
             config.swap_memory, parts.layout.block_bytes, host.available_bytes()
         )
         runner = parts.runner(num_blocks, host_blocks)
+        slots = None
+        if runner.arena.slots is not None:
+            # Forking by mapping costs 8 ms for 2K tokens here, and a copy-on-write waits.
+            maps_forks = bool(config.map_forks)
+            slots = SlotOptions(
+                runner.arena.slots.max_mapped_blocks, limits.max_model_len, maps_forks
+            )
         most_tokens = min(parts.layout.block_size * (num_blocks - 1), limits.max_model_len)
         warm_up(runner, min(32, most_tokens - 2))
         start_s["pool"] = clock() - started
+    except PageError as error:
+        raise ConfigError(f"kv=virtual: {error}; or use kv=paged") from error
     except StepError as error:
         raise ModelLoadError(
             f"{limits.path}: the model computes no numbers ({error}); its weights are damaged, or "
@@ -142,7 +218,8 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         model=model,
         capacity=capacity,
         device=torch.cuda.get_device_name(),
-        attention="triton",
+        attention=attention,
+        slots=slots,
         workspace_bytes=workspace_bytes,
         measure_rates=lambda: _measure_rates(runner, num_measured),
         start_s=start_s,
@@ -170,9 +247,18 @@ def warm_up(runner: GPURunner, num_tokens: int) -> None:
     rows = int_array([0])
     prefill = Batch.of(rows, int_array([num_tokens]), rows == 0)
     decode = Batch.decode(rows)
-    runner.collect(runner.launch(StepPlan(step_id=0, batch=prefill, row_inits=(init,))))
+    commands: tuple[KVCommand, ...] = ()
+    places = int_array(range(num_blocks))
+    if runner.arena.slots is not None:
+        commands = (MapBlocks(0 * places, places, init.block_ids),)
+    plan = StepPlan(step_id=0, batch=prefill, row_inits=(init,), commands=commands)
+    runner.collect(runner.launch(plan))
     for _ in range(2):
         runner.collect(runner.launch(StepPlan(step_id=0, batch=decode)))
+    if runner.arena.slots is not None:
+        # The manager starts with slots that show nothing.
+        runner.arena.slots.order(MapBlocks(0 * places, places, 0 * places))
+        runner.arena.slots.mapper.wait()
 
 
 def _measured_workspace(parts: GPUParts) -> int:

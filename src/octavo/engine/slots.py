@@ -15,20 +15,21 @@ from octavo.core.layout import (
     num_blocks_for,
 )
 from octavo.engine.mechanism import Limits
-from octavo.execution.pages.interface import PageError, host_page_bytes
+from octavo.execution.pages.interface import PageError
 from octavo.execution.virtual_arena import VirtualArena
 
 # What a sequence is expected to grow to where nobody knows: decides whether layers are padded.
 _EXPECTED_TOKENS = 1024
 
 
-def mappable_layout(layout: KVLayout, asked: int | None, max_model_len: int) -> KVLayout:
-    """``layout`` with a block that is a whole number of host pages, padded where that wastes less.
+def mappable_layout(
+    layout: KVLayout, asked: int | None, max_model_len: int, page_bytes: int
+) -> KVLayout:
+    """``layout`` with a block that is a whole number of pages, padded where that wastes less.
 
     Raises:
         ConfigError: the block size that was ``asked`` for cannot be mapped.
     """
-    page_bytes = host_page_bytes()
     if asked is None:
         return choose_block(layout, page_bytes, min(max_model_len, _EXPECTED_TOKENS)).layout
     try:
@@ -50,8 +51,7 @@ def build_slots(
         ConfigError: the host is not Linux, or refuses memory, addresses, or mappings for one such
             sequence.
     """
-    if not hasattr(os, "memfd_create"):
-        raise ConfigError("kv=virtual needs Linux (memfd_create); use kv=paged")
+    check_host()
     try:
         arena = VirtualArena(
             layout,
@@ -63,12 +63,23 @@ def build_slots(
         )
     except PageError as error:
         raise ConfigError(f"kv=virtual: {error}; or use kv=paged") from error
+    check_longest(layout, num_blocks, arena.max_mapped_blocks, limits)
+    return arena
+
+
+def check_host() -> None:
+    """Raises ConfigError where the host has no files in memory to map."""
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("kv=virtual needs Linux (memfd_create); use kv=paged")
+
+
+def check_longest(layout: KVLayout, num_blocks: int, possible: int, limits: Limits) -> None:
+    """Raises ConfigError when the longest sequence that fits could not be mapped."""
     longest = min(limits.max_model_len, (num_blocks - 1) * layout.block_size + 1)
-    needed, possible = num_blocks_for(longest, layout.block_size), arena.max_mapped_blocks
+    needed = num_blocks_for(longest, layout.block_size)
     if possible < needed:
         raise ConfigError(
             f"kv=virtual: a sequence of {longest} tokens needs {needed} mapped blocks and the host "
             f"allows {possible}; lower max_model_len or max_num_seqs, raise block_size or "
             "vm.max_map_count, or use kv=paged"
         )
-    return arena

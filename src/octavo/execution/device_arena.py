@@ -15,6 +15,7 @@ import torch
 from octavo.core.layout import KVLayout
 from octavo.core.plan import CopyBlocks, IntArray, KVCommand, SwapIn, SwapOut
 from octavo.execution.device import CUDADevice, Device, Event
+from octavo.execution.slots import Slots
 
 
 class DeviceArena:
@@ -37,7 +38,7 @@ class DeviceArena:
         self.num_blocks = num_blocks
         self._device = device
         shape = layout.block_shape()
-        self.kv = torch.empty(num_blocks, *shape, dtype=dtype, device=device.torch_device)
+        self.kv = self._allocate_pool(num_blocks, dtype)
         self.kv[0].zero_()
         self.host: torch.Tensor | None = None
         if num_host_blocks:
@@ -50,6 +51,15 @@ class DeviceArena:
         self._leaving: deque[tuple[int, Event]] = deque()
         self.num_obeyed = 0
         self._num_collected = 0
+
+    def _allocate_pool(self, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
+        shape = (num_blocks, *self.layout.block_shape())
+        return torch.empty(shape, dtype=dtype, device=self._device.torch_device)
+
+    @property
+    def slots(self) -> Slots | None:
+        """Contiguous addresses of rows; None under `paged`."""
+        return None
 
     def obey(self, commands: tuple[KVCommand, ...]) -> tuple[int, ...]:
         """Start a plan's commands. Returns the transfers that were started; see `arrived`."""

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from octavo.core.layout import num_blocks_for
 from octavo.core.plan import (
+    NULL_BLOCK,
     Batch,
     BoolArray,
     IntArray,
+    MapBlocks,
     PromptLogprobs,
     RowInit,
     StepLogprobs,
@@ -102,11 +104,13 @@ class GPURunner:
         self._prompts = PromptScorer()
         self._results = [device.pinned(2 * max_num_seqs) for _ in range(depth + 1)]
         self._turn = 0
+        self._last_event: Event | None = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a plan behind those that were started before."""
         with self.device.context():
+            self._await_readers(plan)
             self._apply(plan)
             transfers = self.arena.obey(plan.commands)
             batch = plan.batch
@@ -118,6 +122,8 @@ class GPURunner:
             for fan_out in plan.fan_outs:
                 for row in fan_out.destination_rows:
                     self.position[row] = self.position[fan_out.source_row]
+            if batch.is_mapped and self.arena.slots is not None:
+                self.arena.slots.require(batch.rows, starts + batch.num_scheduled_tokens)
             rows = plan.sampled_rows()
             is_random = bool(self._is_random[rows].any())
             edited, scored = self.sampler.needs(rows, self.position[rows].astype(np.int64))
@@ -180,6 +186,7 @@ class GPURunner:
             tokens[:num_sampled].copy_(self.graphs.out[:num_sampled], non_blocking=True)
         event = self.device.event()
         event.record()
+        self._last_event = event
         return PendingStep(
             plan.step_id,
             event,
@@ -190,6 +197,19 @@ class GPURunner:
             logprobs,
             prompts,
         )
+
+    def _await_readers(self, plan: StepPlan) -> None:
+        """Mappings change while the step before runs. It reads only what is not to be changed, but
+        where a row gets another block for tokens that it has (copy-on-write): wait for it then."""
+        for command in plan.commands:
+            if not isinstance(command, MapBlocks) or command.is_ahead:
+                continue
+            starts = command.places * self.arena.layout.block_size
+            is_read = (starts < self.position[command.slots]) & (command.block_ids != NULL_BLOCK)
+            # Rows that start had their last step processed.
+            new = [init.row for init in plan.row_inits]
+            if self._last_event and bool((is_read & ~np.isin(command.slots, new)).any()):
+                self._last_event.synchronize()
 
     def _apply(self, plan: StepPlan) -> None:
         for init in plan.row_inits:
@@ -241,7 +261,9 @@ class GPURunner:
             known = self._known[batch.rows[i]]
             offset, count, start = offsets[i], counts[i], starts[i]
             token_ids[offset : offset + count] = known[start : start + count]
-        return self.graphs.forward(batch.rows, counts, starts, token_ids, positions)
+        return self.graphs.forward(
+            batch.rows, counts, starts, token_ids, positions, batch.is_mapped
+        )
 
     def _sampled_tokens(self, plan: StepPlan) -> NDArray[np.int64]:
         """Which of the step's tokens each sampled row draws from."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from octavo.core.plan import Batch, IntArray
 from octavo.execution.attention.dense import MIN_TOKENS, DenseChunk, dense_count
-from octavo.execution.attention.paged import PagedAttention, PagedStep
+from octavo.execution.attention.paged import PagedAttention, PagedStep, RowSpans
 from octavo.execution.device import Device
 from octavo.execution.device_rows import DeviceRows, Staging
 from octavo.execution.kernels.prefill_attention import PrefillTiles, tile_tokens
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 # A forward pass over more tokens than this is long enough to hide its launches.
 _MAX_CAPTURED_TOKENS = 2048
-# A row longer than this is worth splitting even among many.
-_LONG = 8192
 _ALIGN = 16
 
 
@@ -92,10 +90,11 @@ class StepGraphs:
         if batch is not self._batch:
             self._max_tiles = self._send_batch(batch, size)
             self._batch = batch
-        is_long, max_tiles = longest > _LONG, self._max_tiles
-        key = ("decode", size, is_long, is_random, max_tiles, has_logits)
+        longest, max_tiles = self._attention.length_class(longest), self._max_tiles
+        in_slots = batch.is_mapped and self._attention.has_slots
+        key = ("decode", size, longest, is_random, max_tiles, has_logits, in_slots)
         logits = self._run(
-            key, lambda: self._decode(size, is_long, is_random, max_tiles, has_logits)
+            key, lambda: self._decode(size, longest, is_random, max_tiles, has_logits, in_slots)
         )
         return logits[:count] if has_logits else None
 
@@ -155,6 +154,7 @@ class StepGraphs:
         starts: IntArray,
         token_ids: IntArray,
         positions: IntArray,
+        is_mapped: bool = True,
     ) -> torch.Tensor:
         """Run ``counts[i]`` tokens of each row, from ``starts[i]`` on; a negative token id stands
         for what the row sampled last. Returns ``[tokens or more, hidden]``, the rest is padding."""
@@ -169,7 +169,11 @@ class StepGraphs:
             done[index] = chunk.count
         tiles = _tiles(rows, counts, starts, done, num_decode, self._tile)
         num_tiles = tiles.shape[1]
-        is_captured = num_tokens <= _MAX_CAPTURED_TOKENS and self._captures and not dense
+        in_slots = is_mapped and self._attention.has_slots
+        has_spans = in_slots and self._attention.wants_spans
+        is_captured = (
+            num_tokens <= _MAX_CAPTURED_TOKENS and self._captures and not dense and not has_spans
+        )
         if is_captured:
             size = _token_bucket(num_tokens)
             most = size // self._tile + 64
@@ -193,14 +197,18 @@ class StepGraphs:
             host[place : place + num_tiles] = tiles[part]
         sent = self._forward_inputs.send(first + 4 * tile_width)
         longest = int((starts + counts).max())
-        is_long = longest > _LONG
-
+        if is_captured:
+            longest = self._attention.length_class(longest)
+        spans = None
+        if has_spans:
+            spans = _spans(rows, counts, starts, done, self._device.torch_device)
         chunks = tuple(chunk for _, chunk in dense)
 
         def work() -> torch.Tensor:
             return self._forward(
-                sent, size, width, max_tiles, tile_width, max_decode, is_long, chunks
-            )
+                sent, size, width, max_tiles, tile_width, max_decode, longest, chunks, in_slots,
+                spans,
+            )  # fmt: skip
 
         if not is_captured:
             return work()
@@ -213,7 +221,7 @@ class StepGraphs:
                 self._captured_states = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
             return self._captured_states[:size].copy_(hidden)
 
-        key = ("forward", size, max_tiles, max_decode, is_long)
+        key = ("forward", size, max_tiles, max_decode, longest, in_slots)
         return self._run(key, captured)
 
     @staticmethod
@@ -286,7 +294,13 @@ class StepGraphs:
         return replay()
 
     def _decode(
-        self, size: int, is_long: bool, is_random: bool, max_tiles: int, has_logits: bool
+        self,
+        size: int,
+        longest: int,
+        is_random: bool,
+        max_tiles: int,
+        has_logits: bool,
+        in_slots: bool,
     ) -> torch.Tensor | None:
         rows = self._rows
         token_ids, token_rows, positions = (part[:size] for part in self._decode_inputs)
@@ -304,8 +318,9 @@ class StepGraphs:
             rows.tables,
             num_decode=torch.full((1,), size, dtype=torch.int32, device=token_rows.device),
             max_decode=size,
-            is_long=is_long,
             prefix=self._prefix_tiles(size, max_tiles),
+            in_slots=in_slots,
+            max_length=longest,
         )
         hidden = self._model.forward(token_ids, positions, self._attention.plan(step))
         sampled = SampledRows(self._order[:size], token_rows, positions, rows.num_rows)
@@ -319,8 +334,10 @@ class StepGraphs:
         max_tiles: int,
         tile_width: int,
         max_decode: int,
-        is_long: bool,
+        longest: int,
         dense: tuple[DenseChunk, ...],
+        in_slots: bool,
+        spans: RowSpans | None,
     ) -> torch.Tensor:
         token_ids, token_rows, positions = (sent[part * width :][:size] for part in range(3))
         fill_tokens(token_ids, token_rows, self._rows.last_token)
@@ -334,8 +351,10 @@ class StepGraphs:
             num_decode=counts[:1],
             max_decode=max_decode,
             tiles=PrefillTiles(*parts, num_tiles=counts[1:2]) if max_tiles else None,
-            is_long=is_long,
             dense=dense,
+            in_slots=in_slots,
+            max_length=longest,
+            spans=spans,
         )
         hidden: torch.Tensor = self._model.forward(token_ids, positions, self._attention.plan(step))
         return hidden
@@ -370,6 +389,26 @@ def _tiles(
     found[3] = np.repeat(starts, per_row) + within * tile
     order = np.argsort(-found[3], kind="stable")
     return found[:, order]
+
+
+def _spans(
+    rows: IntArray, counts: IntArray, starts: IntArray, done: IntArray, device: torch.device
+) -> RowSpans | None:
+    """The rows whose first ``done`` tokens are covered otherwise; None when that is all."""
+    left = counts - done
+    kept = np.flatnonzero(left)
+    if not len(kept):
+        return None
+    first = np.concatenate([[0], np.cumsum(left[kept])])
+    sent = np.zeros((3, len(first)), dtype=np.int32)
+    sent[0, :-1], sent[1, :-1], sent[2] = rows[kept], (starts + counts)[kept], first
+    on_device = torch.from_numpy(sent).to(device, non_blocking=True)
+    tokens = None
+    if done.any():
+        offsets = np.cumsum(counts) - left
+        index = np.repeat(offsets[kept] - first[:-1], left[kept]) + np.arange(first[-1])
+        tokens = torch.from_numpy(index.astype(np.int64)).to(device, non_blocking=True)
+    return RowSpans(*on_device, max_count=int(left.max()), tokens=tokens)
 
 
 def _padded(count: int) -> int:

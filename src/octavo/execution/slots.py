@@ -57,12 +57,18 @@ class Slots:
         if pages.max_mappings is not None:
             free = pages.max_mappings - pages.num_mappings - num_slots
             self.max_mapped_blocks = max(min(self.max_mapped_blocks, free), 0)
+        self._num_null = 0
         self.mapper = Mapper(pages, addresses, self.num_places, num_slots)
 
     @property
     def num_mapped_blocks(self) -> int:
-        """Places with a block behind them."""
-        return self.mapper.num_mapped()
+        """Places with a block behind them that were ordered."""
+        return self.mapper.num_mapped() - self._num_null
+
+    def show_null(self, slot: int) -> None:
+        """Show the null block at the first place of a slot that nobody orders anything for."""
+        self.mapper.map_now(slot, 0, NULL_BLOCK)
+        self._num_null += 1
 
     def order(self, command: MapBlocks) -> None:
         """Have places mapped, soon. No running kernel may read them."""
@@ -138,6 +144,13 @@ class Mapper:
         with self._changed:
             while self._pending or self._current:
                 self._changed.wait()
+
+    def map_now(self, slot: int, place: int, block_id: int) -> None:
+        """Map one place before anything is ordered."""
+        place += slot * self._num_places
+        with self.lock:
+            self._pages.map(self._range, place, [block_id])
+            self._pages.set_access(self._range, place, 1)
 
     def num_mapped(self) -> int:
         self.wait()

@@ -202,6 +202,20 @@ class VirtualManager(PagedManager):
             return drained
         return Drained((*commands, *drained.commands), drained.table_deltas)
 
+    def forget_places(self, first: int = 0) -> MapBlocks | None:
+        """Give up what the slots of rows without a sequence show from place ``first`` on.
+
+        Returns:
+            What unmaps it, to be obeyed before the next plan; None: they show nothing there.
+        """
+        given = []
+        for row, slot in enumerate(self._slots):
+            if not self._tables[row]:
+                given += [(row, place, NULL_BLOCK) for place in range(first, len(slot))]
+                del slot[first:]
+        self.num_mapped_blocks -= len(given)
+        return _map_blocks(given) if given else None
+
     def _difference(self) -> list[tuple[int, int, int]]:
         """Slot, place and block of whatever is in a table but not in its slot. It is in the slot
         from now on."""

@@ -21,6 +21,7 @@ from octavo.execution.device import CUDADevice, Device, PlainDevice
 from octavo.execution.models.loading import load_config, load_model
 from octavo.memory import prefix_groups
 from octavo.memory.paged import PagedManager
+from octavo.memory.virtual import VirtualManager
 from octavo.scheduling.preemption import PreemptionPolicy
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -46,6 +47,9 @@ def gpu_engine(
     num_host_blocks: int = 0,
     dtype: str = "float32",
     is_invariant: bool = False,
+    kv: str = "paged",
+    attention: str = "triton",
+    maps_forks: bool = False,
 ) -> EngineCore:
     from octavo.engine.build_gpu import GPUParts
     from octavo.execution.executors.gpu import GPUExecutor
@@ -61,16 +65,23 @@ def gpu_engine(
     decoder = load_model(
         model, dtype=dtype, device=device.torch_device, max_positions=limits.max_model_len
     )
-    parts = GPUParts(decoder, device, BLOCK_SIZE, limits, is_invariant=is_invariant)
+    is_virtual = kv == "virtual"
+    parts = GPUParts(
+        decoder, device, None if is_virtual else BLOCK_SIZE, limits, is_invariant=is_invariant,
+        kv=kv, attention=attention,
+    )  # fmt: skip
+    block_size = parts.layout.block_size
     runner = parts.runner(num_blocks, num_host_blocks, capture=ON_GPU)
-    capacity = KVCapacity(num_blocks, BLOCK_SIZE, parts.layout.block_bytes, num_host_blocks)
-    manager = PagedManager(
-        num_blocks,
-        BLOCK_SIZE,
-        MAX_NUM_SEQS,
-        prefix_caching=True,
-        num_host_blocks=num_host_blocks,
-    )
+    capacity = KVCapacity(num_blocks, block_size, parts.layout.block_bytes, num_host_blocks)
+    sizes = (num_blocks, block_size, MAX_NUM_SEQS)
+    options = {"prefix_caching": True, "num_host_blocks": num_host_blocks}
+    manager = PagedManager(*sizes, **options)
+    if runner.arena.slots is not None:
+        slots = runner.arena.slots
+        manager = VirtualManager(
+            *sizes, max_mapped_blocks=slots.max_mapped_blocks, num_places=slots.num_places,
+            num_ahead=2, maps_forks=maps_forks, **options,
+        )  # fmt: skip
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS,
@@ -138,6 +149,35 @@ def test_tokens_are_those_of_the_cpu(
     if num_blocks < 20:
         assert core.scheduler.num_preemptions
     assert bool(core.scheduler.num_swaps) == bool(num_host_blocks)
+
+
+@pytest.mark.parametrize(
+    ("attention", "maps_forks", "depth", "chunk", "num_host_blocks"),
+    [("triton", False, 2, 32, 0), ("triton", True, 2, 32, 16), ("mixed", True, 1, 32, 16)],
+)
+def test_tokens_are_the_same_through_slots(
+    model: Path,
+    expected: dict[int, list[int]],
+    attention: str,
+    maps_forks: bool,
+    depth: int,
+    chunk: int,
+    num_host_blocks: int,
+) -> None:
+    """In real mappings: of memory files here, of driver pages on a GPU."""
+    core = gpu_engine(
+        model, num_blocks=6, depth=depth, chunk=chunk, num_host_blocks=num_host_blocks,
+        kv="virtual", attention=attention, maps_forks=maps_forks,
+    )  # fmt: skip
+    beams: dict[int, BeamResult] = {}
+    assert run(core, requests(), beams=beams) == expected
+    assert beams
+    manager = core.scheduler.manager
+    assert isinstance(manager, VirtualManager)
+    slots = core.executor.runner.arena.slots  # type: ignore[attr-defined]
+    assert slots.num_mapped_blocks == manager.num_mapped_blocks > 0
+    if not ON_GPU:  # a page of a GPU holds all of these tokens
+        assert core.scheduler.num_preemptions
     core.close()
 
 

@@ -50,17 +50,23 @@ def is_supported(dtype: torch.dtype, head_dim: int, device: torch.device) -> boo
 def dense_attention(
     queries: torch.Tensor,
     kv_layer: torch.Tensor,
-    tables: torch.Tensor,
+    tables: torch.Tensor | None,
     chunk: DenseChunk,
     out: torch.Tensor,
 ) -> None:
     """Attend for a chunk, whose keys are written already, into its part of ``out``.
 
-    ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]`` of the whole step.
+    ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]`` of the whole step. Without
+    ``tables`` ``kv_layer`` is a layer of slots, whose keys are together already: what is handed on
+    is a slice that is wholly mapped, since these kernels load tiles by a tensor's shape.
     """
     own = slice(chunk.offset, chunk.offset + chunk.count)
     q = queries[own]
-    kv = gather_keys(kv_layer, tables, chunk.row, chunk.start + chunk.count)
+    end = chunk.start + chunk.count
+    if tables is None:
+        kv = kv_layer[chunk.row, :end]
+    else:
+        kv = gather_keys(kv_layer, tables, chunk.row, end)
     attended, lse = _attend(q, kv[chunk.start :], is_causal=True)
     target = out[own]
     target.copy_(attended)

@@ -1,4 +1,4 @@
-"""Attention over block tables by Octavo's own Triton kernels: the `paged` translation on a GPU.
+"""Attention by Octavo's own Triton kernels, over block tables or, where an arena has them, slots.
 
 Rows that run one token are split along their keys; rows that run more are cut into tiles of
 queries. Which rows those are is read from device memory, so a captured step fits any mix.
@@ -6,12 +6,13 @@ queries. Which rows those are is read from device memory, so a captured step fit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from octavo.execution.arena import Arena
 from octavo.execution.attention.dense import DenseChunk, dense_attention, is_supported
+from octavo.execution.device_arena import DeviceArena
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
 from octavo.execution.kernels.gpu import SplitSum
 from octavo.execution.kernels.prefill_attention import PrefillTiles, prefill_attention
@@ -25,6 +26,8 @@ _PROGRAMS = 264
 _MAX_PREFIX_SPLITS = 8
 # With more rows attention keeps memory busy itself.
 _PREFETCH_ROWS = 8
+LONG = 8192
+"""A row longer than this is worth splitting even among many."""
 # Bounds the memory of parts: 33 MB for four query heads of 128 a KV head.
 _MAX_PARTS = 16384
 
@@ -35,9 +38,9 @@ class PagedStep:
 
     ``token_rows`` and ``positions`` are ``[tokens]``, ``tables [rows, blocks]``. The first
     ``num_decode`` (``[1]``, at most ``max_decode``) tokens are their rows' only ones; the others
-    are covered by ``tiles``, None where there are none. ``is_long`` says that a row is so long
-    that it is split even among many. ``dense`` chunks are covered by nothing else.
-    ``prefix`` covers the first keys of decoding tokens.
+    are covered by ``tiles``, None where there are none. ``dense`` chunks are covered by nothing else.
+    ``prefix`` covers the first keys of decoding tokens. ``in_slots``: the rows' slots show what
+    their tables say, and are read instead. ``max_length`` bounds the rows' lengths.
     """
 
     token_rows: torch.Tensor
@@ -46,34 +49,67 @@ class PagedStep:
     num_decode: torch.Tensor
     max_decode: int
     tiles: PrefillTiles | None = None
-    is_long: bool = False
     dense: tuple[DenseChunk, ...] = ()
     prefix: PrefixTiles | None = None
+    in_slots: bool = False
+    max_length: int = 0
+    spans: RowSpans | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSpans:
+    """The same step row by row, for kernels that know no tiles: int32 ``[rows + 1]`` each.
+
+    ``rows``; ``ends``, how many tokens the row has; ``first``, where its own begin among the step's,
+    at the end their number. ``max_count`` is the most of a row. ``tokens``, where given, picks those
+    of the step that are meant, since others are covered otherwise.
+    """
+
+    rows: torch.Tensor
+    ends: torch.Tensor
+    first: torch.Tensor
+    max_count: int
+    tokens: torch.Tensor | None = None
 
 
 class PagedAttention:
     """``sliding_window`` 0 means none. ``max_decode`` is the most rows that run one token."""
 
+    wants_spans = False
+    """Whether steps of more than a token a row come with `RowSpans`, and are not captured."""
+
     def __init__(
         self,
-        arena: Arena,
+        arena: DeviceArena,
         num_heads: int,
         rope: RopeTable,
         dtype: torch.dtype,
         *,
         max_decode: int,
+        max_length: int,
         sliding_window: int = 0,
         is_invariant: bool = False,
+        only_dense_in_slots: bool = False,
     ) -> None:
-        """``is_invariant``: every token attends in the order of the tiles' keys, whatever its batch
+        """``max_length`` bounds the tokens of any row. ``only_dense_in_slots``: both translations
+        at once, slots where keys would have to be brought together, tables elsewhere.
+        ``is_invariant``: every token attends in the order of the tiles' keys, whatever its batch
         and its chunk, so that its result has the same bits in any."""
         self.is_invariant = is_invariant
         self.layers = [arena.kv[:, :, layer] for layer in range(arena.layout.num_layers)]
+        slots = arena.slots
+        self.has_slots = slots is not None
+        self.only_dense_in_slots = only_dense_in_slots
+        self.slot_layers = (
+            [] if slots is None else [slots.tensor[:, :, layer] for layer in range(len(self.layers))]
+        )
         self.num_heads = num_heads
         self.num_kv_heads = arena.layout.num_kv_heads
         self.rope = rope
         self.dtype = dtype
         self.sliding_window = sliding_window
+        self.max_length = max_length
+        self.max_decode = max_decode
         self.has_dense = (
             not sliding_window
             and not is_invariant
@@ -91,6 +127,16 @@ class PagedAttention:
             arena.kv.device,
         )
 
+    def attend_densely(
+        self, step: PagedStep, layer: int, queries: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """The step's ``dense`` chunks, into their parts of ``out``."""
+        for chunk in step.dense:
+            if step.in_slots:
+                dense_attention(queries, self.slot_layers[layer], None, chunk, out)
+            else:
+                dense_attention(queries, self.layers[layer], step.tables, chunk, out)
+
     def _splits(self, rows: int, is_long: bool) -> tuple[int, int]:
         """Parts of a row's keys, and the fewest keys of a part. Few rows are split to fill the
         GPU; of many, only a long one is, so that the others need not wait for it."""
@@ -101,9 +147,14 @@ class PagedAttention:
             return -(-wanted // programs), 128
         return (max(min(16, _MAX_PARTS // programs), 1), 2048) if is_long else (1, 128)
 
-    def plan(self, step: PagedStep) -> PagedStepAttention:
-        splits, min_keys = self._splits(max(step.max_decode, 1), step.is_long)
-        longest = step.tables.shape[1] * self.layers[0].shape[1]
+    def length_class(self, longest: int) -> int:
+        """What a captured step has to know of its longest row: a bound, of few."""
+        return LONG if longest <= LONG else self.max_length
+
+    def plan(self, step: PagedStep) -> Callable[..., torch.Tensor]:
+        is_long = step.max_length > LONG
+        splits, min_keys = self._splits(max(step.max_decode, 1), is_long)
+        longest = self.max_length
         splits = min(splits, -(-longest // min_keys))
         return PagedStepAttention(self, step, self._workspace, splits, min_keys)
 
@@ -152,6 +203,10 @@ class PagedStepAttention:
             is_invariant=backend.is_invariant,
         )
         out = torch.empty_like(queries)
+        keys, tables = kv_layer, step.tables
+        if step.in_slots and not backend.only_dense_in_slots:
+            # The same bytes at addresses in order: no table is looked up.
+            keys, tables = backend.slot_layers[layer], None
         if step.max_decode:
             prefix = None
             if step.prefix is not None:
@@ -165,11 +220,11 @@ class PagedStepAttention:
                 )
             decode_attention(
                 queries,
-                kv_layer,
+                keys,
                 step.token_rows,
                 step.positions,
                 step.num_decode,
-                step.tables,
+                tables,
                 out,
                 self._workspace,
                 splits=self._splits,
@@ -180,8 +235,7 @@ class PagedStepAttention:
             )
         if step.tiles is not None:
             prefill_attention(
-                queries, kv_layer, step.tiles, step.tables, out, window=backend.sliding_window
+                queries, keys, step.tiles, tables, out, window=backend.sliding_window
             )
-        for chunk in step.dense:
-            dense_attention(queries, kv_layer, step.tables, chunk, out)
+        backend.attend_densely(step, layer, queries, out)
         return out.view(len(out), -1)

@@ -1,0 +1,277 @@
+"""`paged` against `virtual` on a GPU: one engine, one work, the blocks found in one way or the other.
+
+::
+
+    pages      the driver's calls, and how fast blocks are mapped
+    prefill    one prompt of N tokens
+    decode     rows of 1024 tokens, ms a step
+    offline    requests with the lengths of arXiv papers and their summaries, all at once
+    load       the same arriving one by one: median and P99 of time to first token and to the end
+    mapping    decode steps while every block is mapped in the background, and when all are mapped
+
+The kinds are ``paged``; ``virtual`` with our kernels over slots; ``mixed``, slots for long chunks and
+tables elsewhere; ``stock``, FlashAttention-2 and cuDNN over slots and nothing else.
+
+Run it as ``octavo bench translation`` or, with PyTorch alone, ``python -m octavo.bench.translation``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.bench import works
+from octavo.bench.percentiles import summary
+from octavo.core.plan import int_array
+from octavo.core.request import Request
+from octavo.core.sampling_params import SamplingParams
+from octavo.workload.traces import load_trace
+
+if TYPE_CHECKING:
+    from octavo.engine.llm import LLM
+
+SHAPES = ("llama-3-8b-200k", "yi-6b-200k")
+KINDS = {
+    "paged": {"kv": "paged", "block_size": 16},
+    "virtual": {"kv": "virtual", "attention": "triton"},
+    "mixed": {"kv": "virtual", "attention": "mixed"},
+    "stock": {"kv": "virtual", "attention": "stock"},
+}
+SECTIONS = ("pages", "prefill", "decode", "offline", "load", "mapping")
+PREFILL_TOKENS = (8192, 32768, 65536, 131072, 196608)
+DECODE_ROWS = (1, 8, 32, 64, 128, 256)
+_CONTEXT, _STEPS = 1024, 64
+_NUM_OFFLINE, _NUM_ONLINE, _RATE = 160, 48, 6.0
+
+Row = dict[str, Any]
+"""``work``, ``kind``, and figures by name."""
+
+
+def measure(
+    shape: str, sections: Sequence[str], kinds: Sequence[str], emit: Callable[[Row], None]
+) -> list[Row]:
+    """Every kind's figures, told as they come."""
+    rows: list[Row] = []
+
+    def tell(work: str, kind: str, **figures: float) -> None:
+        rows.append({"work": work, "kind": kind, **figures})
+        emit(rows[-1])
+
+    if "pages" in sections:
+        tell("pages", "driver", **page_calls())
+    for kind in kinds:
+        with opened(shape, kind) as llm:
+            if "decode" in sections:
+                for count in DECODE_ROWS:
+                    tell(f"decode {count}", kind, **decode(llm, count))
+            if "prefill" in sections:
+                for count in PREFILL_TOKENS:
+                    tell(f"prefill {count}", kind, ms=prefill_ms(llm, count))
+            if "offline" in sections:
+                tell("offline", kind, **offline(llm))
+            if "load" in sections:
+                tell("load", kind, **under_load(llm))
+            if "mapping" in sections and kind != "paged":
+                tell("mapping", kind, **background_mapping(llm))
+    return rows
+
+
+@contextmanager
+def opened(shape: str, kind: str) -> Iterator[LLM]:
+    """An engine of one kind, whose memory is given back at the end."""
+    path = resources.files("octavo.bench") / "shapes" / f"{shape}.json"
+    llm = works.open_llm(str(path), prefix_caching=False, max_num_seqs=256, **KINDS[kind])
+    with llm:
+        yield llm
+    works.forget(llm)
+
+
+def page_calls(count: int = 256, page_bytes: int = 2 << 20) -> dict[str, float]:
+    """Microseconds of each call, and GB/s of mapping in order: with one call for access, and block
+    by block as a slot grows."""
+    from octavo.execution.pages.cuda import CudaPages
+
+    pages = CudaPages(page_bytes)
+    found: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[], Any], calls: int = count) -> Any:
+        started = time.perf_counter()
+        result = work()
+        found[name] = (time.perf_counter() - started) / calls * 1e6
+        return result
+
+    view = timed("reserve_us", lambda: pages.reserve(count), 1)
+    huge = timed("reserve_12TiB_us", lambda: pages.reserve((12 << 40) // page_bytes), 1)
+    handles = timed("create_us", lambda: pages.create(count))
+    pages.map(view, 0, handles)
+    pages.set_access(view, 0, count)  # zeroes them
+    timed("map_us", lambda: pages.map(huge, 0, handles))
+    timed("set_access_us", lambda: pages.set_access(huge, 0, count))
+    timed("unmap_us", lambda: pages.unmap(huge, 0, count))
+
+    def one_by_one() -> None:
+        for place, handle in enumerate(handles):
+            pages.map(huge, place, [handle])
+            pages.set_access(huge, place, 1)
+
+    timed("grow_us", one_by_one)
+    found["in_order_GBps"] = page_bytes / (found["map_us"] + found["set_access_us"]) / 1e3
+    found["one_by_one_GBps"] = page_bytes / found["grow_us"] / 1e3
+    pages.unmap(huge, 0, count)
+    pages.unmap(view, 0, count)
+    timed("release_us", lambda: pages.release(handles))
+    pages.close()
+    return found
+
+
+def prefill_ms(llm: LLM, num_tokens: int) -> float:
+    works.generate(llm, [(num_tokens, 1)], 1)
+    return min(works.generate(llm, [(num_tokens, 1)], seed) for seed in (2, 3)) * 1e3
+
+
+def decode(llm: LLM, rows: int) -> dict[str, float]:
+    """Milliseconds a step, and of the host's work in it, with rows of 1024 tokens."""
+    works.generate(llm, [(_CONTEXT, 4)] * rows, 1)
+    one = min(works.generate(llm, [(_CONTEXT, 1)] * rows, seed) for seed in (2, 3))
+    waits = Waits(llm)
+    many = works.generate(llm, [(_CONTEXT, _STEPS + 1)] * rows, 4)
+    return {"ms": (many - one) / _STEPS * 1e3, "host_ms": waits.host_ms(many)}
+
+
+class Waits:
+    """How long the host waited for results, from its making to `host_ms`."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._executor = llm._core.executor
+        self._collect = self._executor.collect
+        self.waited_s, self.num_steps = 0.0, 0
+
+        def waiting() -> Any:
+            started = time.perf_counter()
+            result = self._collect()
+            self.waited_s += time.perf_counter() - started
+            self.num_steps += 1
+            return result
+
+        self._executor.collect = waiting  # type: ignore[method-assign]
+
+    def host_ms(self, seconds: float) -> float:
+        self._executor.collect = self._collect  # type: ignore[method-assign]
+        return (seconds - self.waited_s) / max(self.num_steps, 1) * 1e3
+
+
+def _lengths(count: int) -> list[tuple[int, int]]:
+    path = resources.files("octavo.bench") / "data" / "arxiv_lengths_200.csv"
+    items = load_trace(str(path))[:count]
+    return [(item.num_prompt_tokens, item.num_output_tokens) for item in items]
+
+
+def offline(llm: LLM) -> dict[str, float]:
+    lengths = _lengths(_NUM_OFFLINE)
+    works.generate(llm, lengths, 5)
+    seconds = works.generate(llm, lengths, 6)
+    total = sum(prompt + output for prompt, output in lengths)
+    return {"seconds": seconds, "tokens_per_s": total / seconds}
+
+
+def under_load(llm: LLM) -> dict[str, float]:
+    """Poisson arrivals, in process."""
+    random = np.random.default_rng(7)
+    lengths = _lengths(_NUM_ONLINE)
+    arrivals = np.cumsum(random.exponential(1 / _RATE, len(lengths)))
+    requests = [
+        Request(
+            number,
+            int_array(random.integers(0, llm.report.vocab_size, prompt)),
+            SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True),
+            output,
+            seed=0,
+        )
+        for number, (prompt, output) in enumerate(lengths)
+    ]
+    core = llm._core
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    started = time.perf_counter()
+    waiting = 0
+    while len(last) < len(requests):
+        now = time.perf_counter() - started
+        while waiting < len(requests) and arrivals[waiting] <= now:
+            core.scheduler.add(requests[waiting])
+            waiting += 1
+        if not core.has_work:
+            time.sleep(max(float(arrivals[waiting]) - now, 0.0))
+            continue
+        outputs = core.step()
+        now = time.perf_counter() - started
+        for number in outputs.numbers.tolist():
+            first.setdefault(number, now)
+        for finished in outputs.finished:
+            last[finished.number] = now
+    found = {}
+    for name, times in (("ttft", first), ("latency", last)):
+        seconds = [times[number] - arrivals[number] for number in range(len(requests))]
+        spread = summary(seconds)
+        found |= {f"{name}_{part}_ms": spread[part] * 1e3 for part in ("p50", "p99")}
+    return found
+
+
+def background_mapping(llm: LLM, rows: int = 256) -> dict[str, float]:
+    """Decode steps that map, against the same steps when every place shows its block already. By
+    turns, in one engine."""
+    lengths = [(_CONTEXT, _STEPS + 1)] * rows
+    runs: dict[str, list[float]] = {"mapping": [], "mapped": []}
+    for seed in range(3):
+        one = works.generate(llm, [(_CONTEXT, 1)] * rows, seed)
+        forget_mappings(llm, _CONTEXT)
+        for name in runs:
+            seconds = works.generate(llm, lengths, seed)
+            runs[name].append((seconds - one) / _STEPS * 1e3)
+    mapping, mapped = (min(times) for times in runs.values())
+    return {"mapping_ms": mapping, "mapped_ms": mapped, "ratio": mapping / mapped}
+
+
+def forget_mappings(llm: LLM, num_tokens: int) -> None:
+    """Unmap what slots show behind their first ``num_tokens`` tokens: growing maps it again."""
+    manager = llm._core.scheduler.manager
+    command = manager.forget_places(num_tokens // manager.block_size)  # type: ignore[attr-defined]
+    if command is not None:
+        slots = llm._core.executor.runner.arena.slots  # type: ignore[attr-defined]
+        slots.order(command)
+        slots.mapper.wait()
+
+
+def line(row: Row) -> str:
+    figures = "  ".join(f"{name} {value:,.2f}" for name, value in row.items() if name not in _KEYS)
+    return f"{row['work']:<16} {row['kind']:<8} {figures}"
+
+
+_KEYS = ("work", "kind")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure both translations on a GPU.")
+    parser.add_argument("sections", nargs="*", default=list(SECTIONS), help=", ".join(SECTIONS))
+    parser.add_argument("--model", default=SHAPES[0], choices=SHAPES)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    emit: Callable[[Row], None] = (
+        (lambda row: None) if given.json else (lambda row: print(line(row), flush=True))
+    )
+    rows = measure(given.model, given.sections, given.kinds.split(","), emit)
+    if given.json:
+        print(json.dumps({"model": given.model, "versions": works.versions(), "rows": rows}))
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The pool of a GPU in driver pages, seen twice: its view, and a slot of addresses for each row.
+
+As `virtual_arena`, but that steps run while the next plan is obeyed. So the host does not wait for
+the device when it orders mappings; policy names no place that a running step may read, but one:
+where copy-on-write gives a row that decodes another block, `GPURunner` waits for the step before.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.core.layout import KVLayout
+from octavo.core.plan import KVCommand, MapBlocks
+from octavo.execution.device import Device
+from octavo.execution.device_arena import DeviceArena
+from octavo.execution.pages.interface import Pages
+from octavo.execution.slots import Slots
+from octavo.execution.virtual_arena import close_at_end, map_pool
+
+
+class VirtualDeviceArena(DeviceArena):
+    """An arena whose blocks can be mapped in ``num_slots`` slots of ``max_model_len`` tokens.
+
+    ``layout.block_bytes`` is a whole number of the granularity of ``pages``. There is one more slot
+    than rows: the one of padding shows the null block at its first place.
+
+    Raises:
+        PageError: the driver refuses memory or addresses.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: Device,
+        num_host_blocks: int = 0,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        pages: Pages,
+    ) -> None:
+        self.pages = pages
+        close_at_end(self, pages.close)
+        super().__init__(layout, num_blocks, dtype, device, num_host_blocks)
+        self._slots = Slots(pages, layout, dtype, num_slots + 1, max_model_len)
+        close_at_end(self, self._slots.mapper.close)
+        self._slots.show_null(num_slots)
+
+    def _allocate_pool(self, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = self.pages.tensor(map_pool(self.pages, num_blocks))
+        return memory.view(dtype).view(num_blocks, *self.layout.block_shape())
+
+    @property
+    def slots(self) -> Slots:
+        return self._slots
+
+    def obey(self, commands: tuple[KVCommand, ...]) -> tuple[int, ...]:
+        """See `DeviceArena.obey`. A place that cannot be mapped fails the step that reads it."""
+        others = []
+        for command in commands:
+            if isinstance(command, MapBlocks):
+                self._slots.order(command)
+            else:
+                others.append(command)
+        return super().obey(tuple(others))

@@ -58,6 +58,13 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
             "deterministic is for GPUs: products on a CPU round by how many rows they have, in "
             "float32 too, where scores differ in the fifth decimal; leave it out"
         )
+    if config.kv_dtype == "fp8":
+        raise ConfigError("kv_dtype=fp8 is for GPUs; use kv_dtype=auto on a CPU")
+    if config.weights == "fp8":
+        raise ConfigError(
+            "weights=fp8 is for GPUs; on a CPU weights=auto runs an fp8 checkpoint in the model's "
+            "dtype, and weights=int8 takes as little memory"
+        )
     started = time.perf_counter()
     model = load_model(
         limits.path,
@@ -67,6 +74,12 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         max_positions=limits.max_model_len,
     )
     weights_s = time.perf_counter() - started
+    kv_dtype = str(model.dtype).removeprefix("torch.")
+    if config.kv_dtype not in ("auto", {"bfloat16": "bf16", "float16": "fp16"}.get(kv_dtype)):
+        raise ConfigError(
+            f"kv_dtype={config.kv_dtype}, but on a CPU keys and values are kept as the model "
+            f"computes, in {kv_dtype}; use kv_dtype=auto, or another dtype"
+        )
     layout = KVLayout(
         num_layers=limits.model_config.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -129,6 +142,7 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         measure_rates=lambda: _measure_rates(runner, num_measured),
         start_s={"weights": weights_s},
         max_mapped_blocks=max_mapped_blocks,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -32,7 +32,8 @@ class Mechanism:
     """``measure_rates`` runs a chunk and copies blocks: bytes a second to host memory or back, and
     tokens a second of prefill. ``start_s`` says how long the parts of the start took,
     ``finds_prefix_groups`` whether the executor reads a prefix that rows share only once,
-    ``max_mapped_blocks`` how many blocks its slots can show at once (None: it has no slots)."""
+    ``max_mapped_blocks`` how many blocks its slots can show at once (None: it has no slots),
+    ``kv_dtype`` what keys and values are kept in."""
 
     executor: Executor
     model: Decoder
@@ -44,6 +45,7 @@ class Mechanism:
     start_s: dict[str, float]
     finds_prefix_groups: bool = False
     max_mapped_blocks: int | None = None
+    kv_dtype: str
 
 
 def num_host_blocks(swap_memory: str, block_bytes: int, available: int) -> int:

@@ -159,7 +159,7 @@ def test_pieces_of_a_prefix() -> None:
 def test_attention_in_pieces(device: torch.device) -> None:
     shape = {"num_kv_heads": 2, "head_dim": 16, "block_size": 4}
     pool = make_pool([50, 30], **shape, dtype=torch.float32, device=device)
-    kv = gather_keys(pool.kv_layer, pool.tables, 1, 29)
+    kv = gather_keys(pool.kv_layer, pool.tables, 1, 29, dtype=torch.float32)
     torch.testing.assert_close(kv, pool.keys_and_values(1, 29))
     queries = torch.randn(5, 6, 16, device=device)
 

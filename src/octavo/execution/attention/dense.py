@@ -53,14 +53,17 @@ def dense_attention(
     tables: torch.Tensor,
     chunk: DenseChunk,
     out: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Attend for a chunk, whose keys are written already, into its part of ``out``.
 
-    ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]`` of the whole step.
+    ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]`` of the whole step. Keys are
+    brought together in their dtype, multiplied by ``kv_scales`` where there are such.
     """
     own = slice(chunk.offset, chunk.offset + chunk.count)
     q = queries[own]
-    kv = gather_keys(kv_layer, tables, chunk.row, chunk.start + chunk.count)
+    length = chunk.start + chunk.count
+    kv = gather_keys(kv_layer, tables, chunk.row, length, dtype=q.dtype, kv_scales=kv_scales)
     attended, lse = _attend(q, kv[chunk.start :], is_causal=True)
     target = out[own]
     target.copy_(attended)

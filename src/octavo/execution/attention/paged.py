@@ -64,11 +64,14 @@ class PagedAttention:
         max_decode: int,
         sliding_window: int = 0,
         is_invariant: bool = False,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
         """``is_invariant``: every token attends in the order of the tiles' keys, whatever its batch
-        and its chunk, so that its result has the same bits in any."""
+        and its chunk, so that its result has the same bits in any. ``kv_scales`` are float32
+        ``[layer, K|V, kv_head]``, what an arena of float8_e4m3fn stands in."""
         self.is_invariant = is_invariant
         self.layers = [arena.kv[:, :, layer] for layer in range(arena.layout.num_layers)]
+        self.kv_scales = [None] * len(self.layers) if kv_scales is None else [*kv_scales]
         self.num_heads = num_heads
         self.num_kv_heads = arena.layout.num_kv_heads
         self.rope = rope
@@ -135,7 +138,7 @@ class PagedStepAttention:
         """As `StepAttention`; ``qkv`` may be parts of a sum, and ``norm`` is applied to queries and
         keys before they are rotated. ``next_weight`` is what the product after this reads."""
         backend, step = self._backend, self._step
-        kv_layer = backend.layers[layer]
+        kv_layer, kv_scales = backend.layers[layer], backend.kv_scales[layer]
         queries = rope_and_write(
             qkv,
             kv_layer,
@@ -146,6 +149,7 @@ class PagedStepAttention:
             backend.rope.sin,
             backend.num_heads,
             head_norms=None if norm is None else norm.weight,
+            kv_scales=kv_scales,
             eps=0.0 if norm is None else norm.eps,
             dtype=backend.dtype,
             next_weight=next_weight if len(step.positions) <= _PREFETCH_ROWS else None,
@@ -162,6 +166,7 @@ class PagedStepAttention:
                     step.prefix,
                     step.tables,
                     splits=min(max(_PROGRAMS // programs, 1), _MAX_PREFIX_SPLITS),
+                    kv_scales=kv_scales,
                 )
             decode_attention(
                 queries,
@@ -177,11 +182,13 @@ class PagedStepAttention:
                 max_tokens=step.max_decode,
                 window=backend.sliding_window,
                 prefix=prefix,
+                kv_scales=kv_scales,
             )
         if step.tiles is not None:
             prefill_attention(
-                queries, kv_layer, step.tiles, step.tables, out, window=backend.sliding_window
-            )
+                queries, kv_layer, step.tiles, step.tables, out, window=backend.sliding_window,
+                kv_scales=kv_scales,
+            )  # fmt: skip
         for chunk in step.dense:
-            dense_attention(queries, kv_layer, step.tables, chunk, out)
+            dense_attention(queries, kv_layer, step.tables, chunk, out, kv_scales)
         return out.view(len(out), -1)

@@ -46,6 +46,8 @@ def gpu_engine(
     num_host_blocks: int = 0,
     dtype: str = "float32",
     is_invariant: bool = False,
+    weights: str = "bf16",
+    kv_dtype: str = "auto",
 ) -> EngineCore:
     from octavo.engine.build_gpu import GPUParts
     from octavo.execution.executors.gpu import GPUExecutor
@@ -59,9 +61,15 @@ def gpu_engine(
         config, str(model), load_config(model), max_num_seqs=1, max_num_batched_tokens=1, depth=1
     )
     decoder = load_model(
-        model, dtype=dtype, device=device.torch_device, max_positions=limits.max_model_len
+        model,
+        dtype=dtype,
+        weights=weights,
+        device=device.torch_device,
+        max_positions=limits.max_model_len,
     )
-    parts = GPUParts(decoder, device, BLOCK_SIZE, limits, is_invariant=is_invariant)
+    parts = GPUParts(
+        decoder, device, BLOCK_SIZE, limits, is_invariant=is_invariant, kv_dtype=kv_dtype
+    )
     runner = parts.runner(num_blocks, num_host_blocks, capture=ON_GPU)
     capacity = KVCapacity(num_blocks, BLOCK_SIZE, parts.layout.block_bytes, num_host_blocks)
     manager = PagedManager(

@@ -43,7 +43,7 @@ def test_auto_quantizes_nothing_that_is_asked_to_be_exact() -> None:
 def test_packed_weights_are_refused_where_they_cannot_run() -> None:
     with pytest.raises(ValueError, match="int8 runs on CPUs only, not on cuda"):
         resolve_quantization("int8", torch.bfloat16, torch.device("cuda"))
-    with pytest.raises(ValueError, match="auto, bf16, int8, int4"):
+    with pytest.raises(ValueError, match="auto, bf16, fp8, int8, int4"):
         resolve_quantization("fp4", torch.bfloat16, CPU)
 
 

@@ -118,6 +118,8 @@ def token_layout(
     kv_dtype = KV_DTYPE_ALIASES.get(kv_dtype, kv_dtype)
     if kv_dtype not in KV_DTYPES:
         raise ConfigError(f"kv_dtype must be {', '.join(KV_DTYPES)}: got {kv_dtype!r}")
+    if kv_dtype == "auto" and config.fp8 is not None and config.fp8.kv:
+        kv_dtype = "fp8"
     if kv_dtype == "auto":
         num_bytes = _DTYPE_BYTES[config.dtype if dtype == "auto" else dtype]
     else:

@@ -50,8 +50,9 @@ def test_fp8_weights_give_the_tokens_of_what_they_stand_for(model: Path) -> None
 
 def test_blocks_in_fp8_are_shared_copied_and_swapped(model: Path) -> None:
     """The same tokens with room for all and small chunks, and swapped to host memory and back."""
+    greedy, samples, _, beams = requests()
     found = []
-    for num_blocks, depth, chunk, num_host_blocks in ((60, 1, 5, 0), (8, 2, 32, 16)):
+    for num_blocks, depth, chunk, num_host_blocks in ((60, 1, 13, 0), (8, 2, 32, 16)):
         core = gpu_engine(
             model, num_blocks=num_blocks, depth=depth, chunk=chunk,
             num_host_blocks=num_host_blocks, kv_dtype="fp8",
@@ -59,7 +60,7 @@ def test_blocks_in_fp8_are_shared_copied_and_swapped(model: Path) -> None:
         runner = core.executor.runner  # type: ignore[attr-defined]
         assert runner.arena.kv.dtype == torch.float8_e4m3fn
         assert runner.arena.layout.dtype_bytes == 1
-        found.append(run(core, requests(max_tokens=4), beams={}))
+        found.append(run(core, [greedy, samples, beams], beams={}))
         assert bool(core.scheduler.num_swaps) == bool(num_host_blocks)
         core.close()
     assert found[0] == found[1]

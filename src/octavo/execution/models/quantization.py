@@ -86,7 +86,7 @@ def resolve_quantization(
         raise ValueError(f"weights must be one of {', '.join(WEIGHT_MODES)}, got {mode!r}")
     if mode == "bf16":
         return None
-    if mode == "fp8" or (mode == "auto" and device.type == "cuda"):
+    if mode == "fp8" or (mode == "auto" and device.type == "cuda" and dtype != torch.float32):
         checkpoint = weights if isinstance(weights, Fp8Checkpoint) else None
         return Fp8Quantization(checkpoint, rounds=mode == "fp8")
     obstacle = _obstacle(device)

@@ -179,7 +179,19 @@ def test_rows_that_begin_alike_read_it_once(model: Path, monkeypatch: pytest.Mon
     plain.close()
 
 
-def test_deterministic_scores_are_the_same_to_the_last_bit(model: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {},
+        pytest.param(
+            {"weights": "fp8", "kv_dtype": "fp8"},
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a GPU")],
+        ),
+    ],
+)
+def test_deterministic_scores_are_the_same_to_the_last_bit(
+    model: Path, kinds: dict[str, str]
+) -> None:
     """Alone, and beside others in chunks of five: the same tokens and the same scores."""
     random = np.random.default_rng(2)
     asked = [
@@ -197,7 +209,7 @@ def test_deterministic_scores_are_the_same_to_the_last_bit(model: Path) -> None:
     found = []
     for together, chunk in ((False, 64), (True, 5)):
         core = gpu_engine(
-            model, num_blocks=60, depth=1, chunk=chunk, dtype=dtype, is_invariant=True
+            model, num_blocks=60, depth=1, chunk=chunk, dtype=dtype, is_invariant=True, **kinds
         )
         scores: dict[int, list[tuple[int, bytes]]] = {0: [], 1: []}
         for batch in [asked] if together else [[request] for request in asked]:

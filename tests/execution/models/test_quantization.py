@@ -11,9 +11,9 @@ from gguf import GGMLQuantizationType, dequantize, quantize
 from reference_attention import logits_of
 from tiny_models import PROMPT, tiny_llama, write_gguf
 
+from octavo.execution.models.fp8 import Fp8Quantization
 from octavo.execution.models.gguf_blocks import STORED_TYPES, stored_rows
 from octavo.execution.models.loading import load_model
-from octavo.execution.models.fp8 import Fp8Quantization
 from octavo.execution.models.quantization import WeightQuantization, resolve_quantization
 from octavo.execution.models.quantized import is_supported
 

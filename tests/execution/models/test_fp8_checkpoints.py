@@ -19,7 +19,6 @@ from octavo.core.model_config import ModelLoadError
 from octavo.execution.models.hf_config import load_hf_config
 from octavo.execution.models.layers import Linear
 from octavo.execution.models.loading import load_model
-from octavo.execution.models.parallel import TensorParallel
 
 PLAIN = {"quant_method": "fp8", "activation_scheme": "static"}
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
@@ -70,6 +69,21 @@ def test_what_is_not_fp8_stays(tmp_path: Path) -> None:
     assert kinds == [[False, True, True, True], [True, True, True, False]]
     expected = reference_logits(dequantized(reference, plain), PROMPT)
     torch.testing.assert_close(logits_of(model, PROMPT), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_head_or_an_embedding_in_fp8(tmp_path: Path, is_tied: bool) -> None:
+    reference = tiny_llama(tie_word_embeddings=is_tied)
+    name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
+    narrow = reference.state_dict()[name].to(E4M3)
+    extra = {name: narrow, f"{name}_scale": torch.tensor(2.0)}
+    plain = save_fp8(tmp_path, reference, compressed(), extra=extra)
+    plain[name] = 2.0 * narrow.float()
+    expected = reference_logits(dequantized(reference, plain), PROMPT)
+    for weights in ("auto", "fp8"):
+        model = load_model(tmp_path, dtype="float32", weights=weights)
+        assert (model.head.scales is None) == (is_tied or weights == "auto")
+        torch.testing.assert_close(logits_of(model, PROMPT), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("source", ["safetensors", "gguf"])
@@ -146,7 +160,6 @@ def test_scales_of_keys_and_values(tmp_path: Path) -> None:
     second = load_model(tmp_path, rank=1, size=2, **other)
     assert second.kv_scales is not None
     assert second.kv_scales.tolist() == [[[0.5], [0.75]], [[2.0], [1.0]]]
-    assert TensorParallel().size == 1
 
 
 @pytest.mark.parametrize(

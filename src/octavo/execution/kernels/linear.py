@@ -51,13 +51,14 @@ def _tiling_of(x: torch.Tensor, weight: torch.Tensor, is_invariant: bool) -> Til
     """As ``tiling``; wider elements, which the search was not for, get tiles of the same bytes.
     Narrower ones do where few rows leave room for it."""
     chosen = _INVARIANT if is_invariant else tiling(x.shape[0], *weight.shape)
-    if chosen is None or weight.element_size() == 2:
-        return chosen
-    if weight.element_size() == 1:
-        # Rows keep two bytes an element, so tiles of more inputs would not fit for many of them.
-        is_wide = x.shape[0] <= 16 and x.element_size() == 2 and not is_invariant
-        return replace(chosen, block_k=2 * chosen.block_k) if is_wide else chosen
-    return replace(chosen, block_k=chosen.block_k * 2 // weight.element_size(), prefetch=0)
+    if chosen is None:
+        return None
+    if x.element_size() > 2:
+        return replace(chosen, block_k=chosen.block_k * 2 // x.element_size(), prefetch=0)
+    # Rows keep two bytes an element, so tiles of more inputs would not fit for many of them.
+    if weight.element_size() == 1 and x.shape[0] <= 16 and not is_invariant:
+        return replace(chosen, block_k=2 * chosen.block_k)
+    return chosen
 
 
 def _limited(splits: int, inputs: int) -> int:

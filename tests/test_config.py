@@ -38,6 +38,8 @@ def test_a_bad_kv_memory_says_what_is_good(text: str) -> None:
         ("dtype", "int3"),
         ("load_format", "pickle"),
         ("kv", "magic"),
+        ("kv_dtype", "fp4"),
+        ("weights", "fp4"),
         ("attention", "fast"),
         ("kv_memory", "lots"),
         ("block_size", 0),
@@ -56,6 +58,11 @@ def test_a_bad_kv_memory_says_what_is_good(text: str) -> None:
 def test_a_bad_option_is_named(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         EngineConfig(**{field: value})
+
+
+def test_what_keys_and_values_are_kept_in_has_other_names() -> None:
+    for given, meant in (("fp8_e4m3", "fp8"), ("bfloat16", "bf16"), ("fp8", "fp8")):
+        assert EngineConfig(kv_dtype=given).kv_dtype == meant
 
 
 @pytest.mark.parametrize(

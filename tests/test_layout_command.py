@@ -59,6 +59,27 @@ def test_json_of_a_config_file_on_two_ranks_in_float32(model: str) -> None:
     assert report["vattention"]["num_pages"] == 120
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kib"),
+    [
+        (["--kv-dtype", "fp8"], 120),
+        (["--kv-cache-dtype", "fp8_e4m3", "--dtype", "float32"], 120),
+        (["--kv-dtype", "fp16", "--dtype", "float32"], 240),
+        (["--kv-dtype", "auto", "--dtype", "float32"], 480),
+    ],
+)
+def test_keys_and_values_in_another_dtype(model: str, arguments: list[str], kib: int) -> None:
+    report = json.loads(runner.invoke(app, ["layout", model, "--json", *arguments]).stdout)
+    assert report["token_bytes"] == kib * 1024
+
+
+def test_a_checkpoint_may_ask_for_fp8(tmp_path: Path) -> None:
+    scheme = {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    (tmp_path / "config.json").write_text(json.dumps(YI_34B | {"quantization_config": scheme}))
+    report = json.loads(runner.invoke(app, ["layout", str(tmp_path), "--json"]).stdout)
+    assert report["token_bytes"] == 120 * 1024
+
+
 def test_an_explicit_block_size(model: str) -> None:
     arguments = ["layout", model, "--json", "--block-size"]
     report = json.loads(runner.invoke(app, [*arguments, "16"]).stdout)
@@ -76,6 +97,7 @@ def test_an_explicit_block_size(model: str) -> None:
         (["--tensor-parallel", "3"], "must divide the model's 8 key-value heads"),
         (["--tensor-parallel", "0"], "must divide the model's 8 key-value heads"),
         (["--dtype", "int3"], "dtype must be auto, bfloat16"),
+        (["--kv-dtype", "int3"], "kv_dtype must be auto, bf16, fp16, fp8"),
         (["--expected-length", "0"], "expected_length must be at least 1"),
     ],
 )

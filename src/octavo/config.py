@@ -17,7 +17,8 @@ PREEMPTION_MODES = ("recompute", "swap", "auto")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 KV_MANAGERS = ("paged", "virtual")
 BLOCK_SIZE = 16
-WEIGHT_MODES = ("auto", "bf16", "int8", "int4")
+WEIGHT_MODES = ("auto", "bf16", "fp8", "int8", "int4")
+KV_DTYPES = ("auto", "bf16", "fp16", "fp8")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ATTENTION_BACKENDS = ("auto", "compiled", "gather", "contiguous", "triton", "stock", "mixed")
@@ -26,6 +27,8 @@ _OVER_SLOTS = ("contiguous", "stock", "mixed")
 _OVER_TABLES = ("compiled", "gather")
 DEVICES = ("auto", "cpu", "cuda")
 
+# What the same is called elsewhere.
+KV_DTYPE_ALIASES = {"fp8_e4m3": "fp8", "bfloat16": "bf16", "float16": "fp16"}
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -86,8 +89,11 @@ class EngineConfig:
     """What to serve and within which limits.
 
     ``model`` is a known name, a directory or a file; ``device`` is where it runs, ``auto`` takes a
-    GPU where there is one. ``weights`` says in how many bits a CPU keeps them: ``auto`` as the file
-    does. ``depth`` is the number of steps in flight: 1 is synchronous, 2 plans a step while another
+    GPU where there is one. ``weights`` says in what they are kept: ``auto`` as the file does,
+    ``fp8`` on a GPU, ``int8`` and ``int4`` on a CPU. ``kv_dtype`` is what keys and values are kept
+    in: ``auto`` as the model computes, or in fp8 where its checkpoint was made for that; ``fp8``
+    (e4m3, also written ``fp8_e4m3``) takes half the memory, on a GPU.
+    ``depth`` is the number of steps in flight: 1 is synchronous, 2 plans a step while another
     runs, None lets the device decide.
     ``kv`` says how attention finds a sequence's blocks: ``paged`` looks them up in its block table,
     ``virtual`` has the driver map them at contiguous addresses. ``block_size`` is the tokens in a
@@ -113,6 +119,7 @@ class EngineConfig:
     dtype: str = "auto"
     weights: str = "auto"
     kv: str = "paged"
+    kv_dtype: str = "auto"
     block_size: int | None = None
     kv_memory: str = "auto"
     prefix_caching: bool = True
@@ -137,6 +144,8 @@ class EngineConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("weights", self.weights, WEIGHT_MODES)
         _choice("kv", self.kv, KV_MANAGERS)
+        object.__setattr__(self, "kv_dtype", KV_DTYPE_ALIASES.get(self.kv_dtype, self.kv_dtype))
+        _choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _choice("attention", self.attention, ATTENTION_BACKENDS)
         _choice("preemption", self.preemption, PREEMPTION_MODES)
         if self.map_forks not in (None, True, False):

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo import options
-from octavo.config import DEFAULT_MODEL, DTYPES, ConfigError, parse_size
+from octavo.config import (
+    DEFAULT_MODEL,
+    DTYPES,
+    KV_DTYPE_ALIASES,
+    KV_DTYPES,
+    ConfigError,
+    parse_size,
+)
 from octavo.core.layout import (
     KVLayout,
     MappableBlock,
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
     from octavo.core.model_config import ModelConfig
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_KV_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1}
 # Tokens of a conversation of a few turns; padding pays below a few hundred, big blocks above.
 EXPECTED_LENGTH = 2048
 # Layers, KV heads and head dimension; ranks to split the heads over.
@@ -50,6 +58,7 @@ def layout(
     ] = "2MiB",
     tensor_parallel: Annotated[int, typer.Option(help="Ranks that share the KV heads.")] = 1,
     dtype: options.Dtype = "auto",
+    kv_dtype: options.KVDtype = "auto",
     expected_length: Annotated[
         int, typer.Option(help="Tokens of a typical sequence when it ends.")
     ] = EXPECTED_LENGTH,
@@ -61,7 +70,7 @@ def layout(
     """Show the blocks of a model that can be mapped whole, and what they waste."""
     with readable_errors():
         config = _load_config(model)
-        token = token_layout(config, tensor_parallel, dtype)
+        token = token_layout(config, tensor_parallel, dtype, kv_dtype)
         page_bytes = _parse_page_size(page_size)
         chosen = choose_block(token, page_bytes, expected_length)
         candidates = list(block_candidates(token, page_bytes))
@@ -96,7 +105,9 @@ def layout(
         typer.echo(f"  vAttention's separate tensors: {_sentence(paper, expected_length)}")
 
 
-def token_layout(config: ModelConfig, tensor_parallel: int, dtype: str) -> KVLayout:
+def token_layout(
+    config: ModelConfig, tensor_parallel: int, dtype: str, kv_dtype: str = "auto"
+) -> KVLayout:
     """The layout of one rank, in blocks of one token.
 
     Raises:
@@ -104,6 +115,15 @@ def token_layout(config: ModelConfig, tensor_parallel: int, dtype: str) -> KVLay
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be {', '.join(DTYPES)}: got {dtype!r}")
+    kv_dtype = KV_DTYPE_ALIASES.get(kv_dtype, kv_dtype)
+    if kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"kv_dtype must be {', '.join(KV_DTYPES)}: got {kv_dtype!r}")
+    if kv_dtype == "auto" and config.fp8 is not None and config.fp8.kv:
+        kv_dtype = "fp8"
+    if kv_dtype == "auto":
+        num_bytes = _DTYPE_BYTES[config.dtype if dtype == "auto" else dtype]
+    else:
+        num_bytes = _KV_DTYPE_BYTES[kv_dtype]
     if tensor_parallel < 1 or config.num_kv_heads % tensor_parallel:
         raise ConfigError(
             f"tensor_parallel must divide the model's {config.num_kv_heads} key-value heads, got "
@@ -113,7 +133,7 @@ def token_layout(config: ModelConfig, tensor_parallel: int, dtype: str) -> KVLay
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads // tensor_parallel,
         head_dim=config.head_dim,
-        dtype_bytes=_DTYPE_BYTES[config.dtype if dtype == "auto" else dtype],
+        dtype_bytes=num_bytes,
         block_size=1,
     )
 

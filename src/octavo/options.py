@@ -25,7 +25,20 @@ LoadFormat = Annotated[
 Weights = Annotated[
     str,
     typer.Option(
-        help="Weights on a CPU: bf16, int8, int4, or auto: as the file stores them.",
+        "--weights",
+        "--quantization",
+        help="Weights: bf16, fp8 (on a GPU), int8 and int4 (on a CPU), or auto: as the file stores "
+        "them.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+KVDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-dtype",
+        "--kv-cache-dtype",
+        help="Keys and values: bf16, fp16, fp8 (e4m3, on a GPU), or auto: as the model computes, "
+        "fp8 where its checkpoint asks for it.",
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -124,8 +137,8 @@ Threads = Annotated[
 Attention = Annotated[
     str,
     typer.Option(
-        help="Attention backend: auto; on a CPU compiled, gather or contiguous; on a GPU triton, stock "
-        "(FlashAttention-2 and cuDNN) or mixed (slots for long chunks, tables elsewhere).",
+        help="Attention backend: auto; on a CPU compiled, gather or contiguous; on a GPU triton, "
+        "stock (FlashAttention-2 and cuDNN) or mixed (slots for long chunks, tables elsewhere).",
         rich_help_panel=_ENGINE,
     ),
 ]

@@ -11,7 +11,9 @@ from octavo.bench.ceilings import Ceilings
 from octavo.bench.works import Cost
 from octavo.cli import app
 
-AT = Ceilings(read_bytes=100.0, matmul_flops=1000.0, to_host_bytes=1.0, from_host_bytes=1.0)
+AT = Ceilings(
+    read_bytes=100.0, matmul_flops=1000.0, fp8_flops=2000.0, to_host_bytes=1.0, from_host_bytes=1.0
+)
 
 
 def test_the_floor_of_a_step() -> None:
@@ -21,6 +23,9 @@ def test_the_floor_of_a_step() -> None:
     assert few == pytest.approx(200 / 100 + 100 / 100)
     many = cost.step_s(num_tokens=100, num_sampled=1, num_keys=30, at=AT)
     assert many == pytest.approx(200 * 100 / 1000 + 100 / 100 + 30 * 10 / 100)
+    narrow = Cost(layer_bytes=100, head_bytes=100, token_bytes=5, layer_element=1)
+    many = narrow.step_s(num_tokens=100, num_sampled=1, num_keys=30, at=AT)
+    assert many == pytest.approx(2 * 100 * 100 / 2000 + 100 / 100 + 30 * 5 / 100)
     assert cost.step_s(num_tokens=1, num_sampled=0, num_keys=0, at=AT) == pytest.approx(2.0)
 
 

@@ -200,3 +200,50 @@ def test_a_warm_up_leaves_no_trace(model: Path) -> None:
 def test_deterministic_is_for_gpus(model: Path) -> None:
     with pytest.raises(ConfigError, match="deterministic is for GPUs"):
         build(model, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_dtype": "fp8"}, "kv_dtype=fp8 is for GPUs; use kv_dtype=auto"),
+        ({"weights": "fp8"}, "weights=fp8 is for GPUs; .* weights=int8"),
+        ({"kv_dtype": "bf16"}, "kv_dtype=bf16, but on a CPU .* in float32; use kv_dtype=auto"),
+        ({"kv_dtype": "bf16", "dtype": "float16"}, "kv_dtype=bf16, but .* in float16"),
+    ],
+)
+def test_fp8_is_refused_on_a_cpu(model: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(model, **changes)
+
+
+def test_keys_and_values_as_the_model_computes(model: Path) -> None:
+    report = report_of(model, dtype="bfloat16", kv_dtype="bf16")
+    assert report.kv_dtype == "bfloat16"
+    assert "bfloat16 KV cache" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, None),
+        ({"kv_dtype": "fp8"}, "kv_dtype"),
+        ({"weights": "fp8", "kv_dtype": "bf16"}, "weights"),
+    ],
+)
+def test_fp8_needs_a_gpu_that_has_it(
+    model: Path, changes: dict[str, Any], refused: str | None
+) -> None:
+    pytest.importorskip("triton")
+    from octavo.engine.build_gpu import _check_fp8
+    from octavo.engine.mechanism import resolve_limits
+    from octavo.execution.models.loading import load_config
+
+    config = EngineConfig(model=str(model), **changes)
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "depth": 1}
+    limits = resolve_limits(config, str(model), load_config(model), **sizes)
+    _check_fp8(config, limits, (9, 0))
+    if refused is None:
+        _check_fp8(config, limits, (8, 0))
+        return
+    with pytest.raises(ConfigError, match=f"{refused} in fp8 needs .* 8.0; use {refused}=bf16"):
+        _check_fp8(config, limits, (8, 0))

@@ -77,7 +77,10 @@ def check(core: EngineCore, requests: list[Request], expected: dict[int, list[in
     num_places = arena._slots.num_places
     for row in range(len(arena.slots)):
         slot = manager.slot(row)
-        shown = [arena._slots.mapper._range.handles[row * num_places + place] for place in range(len(slot))]
+        shown = [
+            arena._slots.mapper._range.handles[row * num_places + place]
+            for place in range(len(slot))
+        ]
         assert shown == slot.tolist()
     core.close()
 
@@ -149,9 +152,9 @@ def mapped_places(core: EngineCore) -> list[int]:
     launch: Callable[[StepPlan], None] = core.executor.launch
 
     def noting(plan: StepPlan) -> None:
-        counts.append(sum(
-                len(c) for c in plan.commands if isinstance(c, MapBlocks) and not c.is_ahead
-            ))
+        counts.append(
+            sum(len(c) for c in plan.commands if isinstance(c, MapBlocks) and not c.is_ahead)
+        )
         launch(plan)
 
     core.executor.launch = noting  # type: ignore[method-assign]

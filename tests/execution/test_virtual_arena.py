@@ -180,7 +180,7 @@ def test_a_mapping_thread_that_fails_fails_who_reads_and_goes_on() -> None:
 
     mapper._map = broken  # type: ignore[method-assign]
     arena.obey((maps((0, 0, 1), (1, 0, 2)),))
-    with pytest.raises(PageError, match="slot 0 .* ZeroDivisionError: nobody thought of it"):
+    with pytest.raises(PageError, match=r"slot 0 .* ZeroDivisionError: nobody thought of it"):
         arena.require(as_ids([0]), as_ids([4]))
     mapper._map = real  # type: ignore[method-assign]
     arena.require(as_ids([0, 1]), as_ids([4, 4]))

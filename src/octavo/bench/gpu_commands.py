@@ -28,6 +28,8 @@ def gpu(
     model: Annotated[
         str, typer.Option(help="llama-3.1-8b, llama-3.2-1b, or a config.json: random weights.")
     ] = "llama-3.1-8b",
+    weights: options.Weights = options.DEFAULTS.weights,
+    kv_dtype: options.KVDtype = options.DEFAULTS.kv_dtype,
     profile: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Also write a trace of the works, for Perfetto."),
@@ -51,6 +53,8 @@ def gpu(
             asked,
             (lambda figure: None) if as_json else (lambda figure: typer.echo(module.line(figure))),
             profile=profile,
+            weights=weights,
+            kv_dtype=kv_dtype,
         )
         if as_json:
             print_json(report)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from octavo.bench.ceilings import Ceilings, gpu_seconds
 from octavo.execution.attention.dense import DenseChunk, dense_attention
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
+from octavo.execution.kernels.fp8 import scaled_linear
 from octavo.execution.kernels.linear import linear, tiling
 from octavo.execution.kernels.prefill_attention import (
     PrefillTiles,
@@ -93,6 +94,23 @@ def _products(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
                 f"product {name} {rows} ({kind})", own, num_bytes, ceilings.read_bytes, 1e12,
                 f"library {library * 1e6:.1f} µs",
             )  # fmt: skip
+        if name == "head" or not ceilings.fp8_flops:
+            continue
+        scales = torch.rand(outputs, device="cuda")
+        # Twice as many, to be as many bytes.
+        narrow = [weight.to(torch.float8_e4m3fn) for weight in 2 * weights]
+        del weights
+        for rows in (*_ROWS, 2048, 8192):
+            x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+            own = _captured(partial(_each_fp8, linear, x, narrow, scales), len(narrow))
+            library = _captured(partial(_each_fp8, _scaled, x, narrow, scales), len(narrow))
+            amount, ceiling = outputs * inputs, ceilings.read_bytes
+            if rows > 128:
+                amount, ceiling = 2 * rows * outputs * inputs, ceilings.fp8_flops
+            yield _figure(
+                f"fp8 product {name} {rows}", own, amount, ceiling, 1e12,
+                f"rounded and by the library {library * 1e6:.1f} µs",
+            )  # fmt: skip
 
 
 def _each(
@@ -100,6 +118,21 @@ def _each(
 ) -> list[object]:
     """The products' outputs, alive together as those of a model's layers are not reused at once."""
     return [product(x, weight, None) for weight in weights]
+
+
+def _each_fp8(
+    product: Callable[..., object],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    scales: torch.Tensor,
+) -> list[object]:
+    return [product(x, weight, None, scales=scales) for weight in weights]
+
+
+def _scaled(
+    x: torch.Tensor, weight: torch.Tensor, bias: None, *, scales: torch.Tensor
+) -> torch.Tensor:
+    return scaled_linear(x, weight, scales, bias)
 
 
 def _pool(rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,20 +163,29 @@ def _decodes(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         count = _ints([rows])
 
         arguments = (row_ids, last, count, tables, out, workspace)
-        work = partial(_decode_layers, queries, layers, arguments, splits)
-        seconds = _captured(work, len(layers))
         num_bytes = rows * context * _KV_HEADS * _DIM * 4
-        yield _figure(
-            f"decode {rows} x {context}", seconds, num_bytes, ceilings.read_bytes, 1e12,
-            f"split {splits}",
-        )  # fmt: skip
+        for kind in ("", "fp8 ") if ceilings.fp8_flops else ("",):
+            scales = None
+            if kind:
+                layers, num_bytes = layers.to(torch.float8_e4m3fn), num_bytes // 2
+                scales = torch.ones(2, _KV_HEADS, device="cuda")
+            work = partial(_decode_layers, queries, layers, arguments, splits, scales)
+            seconds = _captured(work, len(layers))
+            yield _figure(
+                f"{kind}decode {rows} x {context}", seconds, num_bytes, ceilings.read_bytes, 1e12,
+                f"split {splits}",
+            )  # fmt: skip
 
 
 def _decode_layers(
-    queries: torch.Tensor, layers: torch.Tensor, arguments: tuple[Any, ...], splits: int
+    queries: torch.Tensor,
+    layers: torch.Tensor,
+    arguments: tuple[Any, ...],
+    splits: int,
+    scales: torch.Tensor | None,
 ) -> None:
     for layer in layers:
-        decode_attention(queries, layer, *arguments, splits=splits)
+        decode_attention(queries, layer, *arguments, splits=splits, kv_scales=scales)
 
 
 def _prefills(ceilings: Ceilings) -> Iterator[dict[str, Any]]:

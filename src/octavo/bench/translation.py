@@ -1,4 +1,4 @@
-"""`paged` against `virtual` on a GPU: one engine, one work, the blocks found in one way or the other.
+"""`paged` against `virtual` on a GPU: one engine, one work, blocks found in one way or the other.
 
 ::
 
@@ -9,10 +9,11 @@
     load       the same arriving one by one: median and P99 of time to first token and to the end
     mapping    decode steps while every block is mapped in the background, and when all are mapped
 
-The kinds are ``paged``; ``virtual`` with our kernels over slots; ``mixed``, slots for long chunks and
-tables elsewhere; ``stock``, FlashAttention-2 and cuDNN over slots and nothing else.
+The kinds are ``paged``; ``virtual`` with our kernels over slots; ``mixed``, slots for long chunks
+and tables elsewhere; ``stock``, FlashAttention-2 and cuDNN over slots and nothing else.
 
-Run it as ``octavo bench translation`` or, with PyTorch alone, ``python -m octavo.bench.translation``.
+Run it as ``octavo bench translation`` or, with PyTorch alone,
+``python -m octavo.bench.translation``.
 """
 
 from __future__ import annotations

@@ -63,12 +63,14 @@ class Figure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """Bytes of what a step reads: the layers' weights, the head's, a token's keys and values. A
-    weight is multiplied once for each token (layers) or sampled row (head)."""
+    weight, of ``layer_element`` or ``head_element`` bytes, is multiplied once for each token
+    (layers) or sampled row (head)."""
 
     layer_bytes: int
     head_bytes: int
     token_bytes: int
-    weight_bytes: int = 2
+    layer_element: int = 2
+    head_element: int = 2
     attention_width: int = 0
 
     @classmethod
@@ -81,15 +83,21 @@ class Cost:
             layer_bytes=llm.report.weight_bytes - embedding - head_bytes,
             head_bytes=head_bytes,
             token_bytes=capacity.block_bytes // capacity.block_size,
+            layer_element=model.layers[0].down.weight.element_size(),
+            head_element=model.head.weight.element_size(),
             attention_width=config.num_layers * config.num_attention_heads * config.head_dim,
         )
 
     def step_s(self, num_tokens: int, num_sampled: int, num_keys: float, at: Ceilings) -> float:
         """The floor of a step that reads ``num_keys`` tokens' keys and values."""
         total = 0.0
-        for num_bytes, rows in ((self.layer_bytes, num_tokens), (self.head_bytes, num_sampled)):
-            flops = 2 * num_bytes / self.weight_bytes * rows
-            total += max(bool(rows) * num_bytes / at.read_bytes, flops / at.matmul_flops)
+        for num_bytes, element, rows in (
+            (self.layer_bytes, self.layer_element, num_tokens),
+            (self.head_bytes, self.head_element, num_sampled),
+        ):
+            flops = 2 * num_bytes / element * rows
+            rate = at.fp8_flops if element == 1 else at.matmul_flops
+            total += max(bool(rows) * num_bytes / at.read_bytes, flops / rate)
         return total + num_keys * self.token_bytes / at.read_bytes
 
 
@@ -259,17 +267,21 @@ def swap(llm: LLM, ceilings: Ceilings) -> list[Figure]:
     return figures
 
 
-def startup(name: str) -> Figure:
+def startup(name: str, **options: Any) -> Figure:
     """A process of its own, with the caches as they are."""
     code = (
         "import sys; from octavo.bench import works; from octavo.core.sampling_params import "
-        "SamplingParams; llm = works.open_llm(sys.argv[1]); "
+        "SamplingParams; import json; "
+        "llm = works.open_llm(sys.argv[1], **json.loads(sys.argv[2])); "
         "llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1)); "
         "print(' '.join(f'{k} {v:.1f}' for k, v in llm.report.start_s.items()))"
     )
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", code, name], check=True, capture_output=True, text=True
+        [sys.executable, "-c", code, name, json.dumps(options)],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     seconds = time.perf_counter() - started
     return Figure(work="startup", unit="s", figure=seconds, notes=done.stdout.strip())
@@ -281,23 +293,27 @@ def run(
     emit: Callable[[Figure], None],
     *,
     profile: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Run ``works`` on a model's shape, telling each figure as it comes; returns the report.
+    ``options`` are the engine's.
 
     ``profile`` is a file for a trace of the works in this process. Tracing costs time.
     """
     if profile is None:
-        return _run(name, works, emit)
+        return _run(name, works, emit, options)
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as tracing
 
     with tracing(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        report = _run(name, works, emit)
+        report = _run(name, works, emit, options)
     trace.export_chrome_trace(profile)
     return report
 
 
-def _run(name: str, works: Sequence[str], emit: Callable[[Figure], None]) -> dict[str, Any]:
+def _run(
+    name: str, works: Sequence[str], emit: Callable[[Figure], None], options: dict[str, Any]
+) -> dict[str, Any]:
     from octavo.bench.ceilings import Ceilings
 
     figures: list[Figure] = []
@@ -308,10 +324,10 @@ def _run(name: str, works: Sequence[str], emit: Callable[[Figure], None]) -> dic
             emit(figure)
 
     if "startup" in works:
-        tell(startup(name))
+        tell(startup(name, **options))
     ceilings = Ceilings.measure()
     with open_llm(
-        name, prefix_caching=False, swap_memory="1GiB" if "swap" in works else "0"
+        name, prefix_caching=False, swap_memory="1GiB" if "swap" in works else "0", **options
     ) as llm:
         engine = str(llm.report)
         if "swap" in works:
@@ -324,11 +340,11 @@ def _run(name: str, works: Sequence[str], emit: Callable[[Figure], None]) -> dic
             tell(prefill(llm, num_tokens, ceilings))
     if "shared-prefix" in works:
         forget(llm)
-        with open_llm(name) as llm:
+        with open_llm(name, **options) as llm:
             tell(shared_prefix(llm, ceilings))
     if "deterministic" in works:
         forget(llm)
-        with open_llm(name, prefix_caching=False, deterministic=True) as llm:
+        with open_llm(name, prefix_caching=False, deterministic=True, **options) as llm:
             for rows in DETERMINISTIC_ROWS:
                 figure = decode(llm, rows, ceilings, steps=64)
                 tell(replace(figure, work=f"deterministic {rows}"))
@@ -410,6 +426,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure works on a GPU.")
     parser.add_argument("works", nargs="*", default=list(WORKS), help=", ".join(WORKS))
     parser.add_argument("--model", default=SHAPES[0], help="a shape's name or a config.json")
+    parser.add_argument("--weights", default="auto", help="auto, bf16 or fp8")
+    parser.add_argument("--kv-dtype", default="auto", help="auto, bf16, fp16 or fp8")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     unknown = set(given.works) - set(WORKS)
@@ -420,7 +438,7 @@ def main() -> None:
     )
     if not given.json:
         print(HEADER, flush=True)
-    report = run(given.model, given.works, emit)
+    report = run(given.model, given.works, emit, weights=given.weights, kv_dtype=given.kv_dtype)
     print(json.dumps(report) if given.json else summary(report))
 
 

@@ -21,12 +21,25 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Scheme:
+    """Of a checkpoint whose weights are stored in fp8 (e4m3), with a scale each or one a channel.
+
+    ``inputs`` says how it was made to round what weights are multiplied with: ``token``, ``tensor``
+    or ``none``. ``kv``: it was made for keys and values in fp8 too.
+    """
+
+    inputs: str
+    kv: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder, in the field's names. ``dtype`` is the checkpoint's own.
 
     ``embedding_size`` is the width of the token embeddings where it is not ``hidden_size``.
     ``norm_after`` puts a layer's norms after its additions, ``final_norm`` is the one before the
     head, ``has_rotation`` is false where positions are learned.
+    ``fp8`` is None for weights in ``dtype``.
     """
 
     architecture: str
@@ -51,5 +64,6 @@ class ModelConfig:
     final_norm: bool = True
     has_rotation: bool = True
     dtype: str = "bfloat16"
+    fp8: Fp8Scheme | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -97,6 +97,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         start_s=mechanism.start_s,
         sharing=config.sharing,
         kv=config.kv,
+        kv_dtype=mechanism.kv_dtype,
         max_mapped_blocks=mechanism.slots and mechanism.slots.max_mapped_blocks,
     )
     return core, report

@@ -63,6 +63,13 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         raise ConfigError(f"attention={config.attention} needs a GPU; use attention=auto on a CPU")
     if config.map_forks is False:
         raise ConfigError("map_forks=False needs a GPU; leave it out on a CPU")
+    if config.kv_dtype == "fp8":
+        raise ConfigError("kv_dtype=fp8 is for GPUs; use kv_dtype=auto on a CPU")
+    if config.weights == "fp8":
+        raise ConfigError(
+            "weights=fp8 is for GPUs; on a CPU weights=auto runs an fp8 checkpoint in the model's "
+            "dtype, and weights=int8 takes as little memory"
+        )
     started = time.perf_counter()
     model = load_model(
         limits.path,
@@ -72,6 +79,12 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         max_positions=limits.max_model_len,
     )
     weights_s = time.perf_counter() - started
+    kv_dtype = str(model.dtype).removeprefix("torch.")
+    if config.kv_dtype not in ("auto", {"bfloat16": "bf16", "float16": "fp16"}.get(kv_dtype)):
+        raise ConfigError(
+            f"kv_dtype={config.kv_dtype}, but on a CPU keys and values are kept as the model "
+            f"computes, in {kv_dtype}; use kv_dtype=auto, or another dtype"
+        )
     layout = KVLayout(
         num_layers=limits.model_config.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -80,9 +93,7 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         block_size=config.block_size or BLOCK_SIZE,
     )
     if config.kv == "virtual":
-        layout = mappable_layout(
-            layout, config.block_size, limits.max_model_len, host_page_bytes()
-        )
+        layout = mappable_layout(layout, config.block_size, limits.max_model_len, host_page_bytes())
     workspace_bytes = _workspace_bytes(limits.max_num_seqs, limits.max_num_batched_tokens, model)
     num_blocks = _num_blocks(
         KVMemory.parse(config.kv_memory),
@@ -137,6 +148,7 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         measure_rates=lambda: _measure_rates(runner, num_measured),
         start_s={"weights": weights_s},
         slots=slots,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -33,6 +33,7 @@ from octavo.execution.device_arena import DeviceArena
 from octavo.execution.executors.gpu import GPUExecutor
 from octavo.execution.gpu_runner import GPURunner
 from octavo.execution.models.decoder import Decoder
+from octavo.execution.models.fp8 import E4M3
 from octavo.execution.models.fused import FusedDecoder, can_fuse
 from octavo.execution.models.loading import load_model
 from octavo.execution.pages.cuda import CudaPages, cuda_page_bytes
@@ -44,6 +45,7 @@ TOKEN_BUDGET = 8192
 """Tokens of a step on a GPU: enough for products at their full rate, 0.2 s of an 8B."""
 MAX_NUM_SEQS = 1024
 _KV_FRACTION = 0.9
+_FP8_CAPABILITY = (8, 9)
 # What the driver, the libraries and captured graphs take beside what is measured.
 _MARGIN_BYTES = 2**30
 
@@ -61,8 +63,10 @@ class GPUParts:
         is_invariant: bool = False,
         kv: str = "paged",
         attention: str = "triton",
+        kv_dtype: str = "auto",
     ) -> None:
-        """``block_size`` None: 16, or the next that can be mapped under ``virtual``.
+        """``block_size`` None: 16, or the next that can be mapped under ``virtual``. ``kv_dtype``
+        is one of `octavo.config.KV_DTYPES`.
 
         Raises:
             ConfigError: a block of this size cannot be mapped.
@@ -77,20 +81,25 @@ class GPUParts:
         self.is_invariant = is_invariant
         self.device = device
         self.limits = limits
+        self.kv_dtype = resolve_kv_dtype(kv_dtype, model)
+        self.kv_scales: torch.Tensor | None = None
+        if self.kv_dtype == E4M3:
+            self.kv_scales = model.kv_scales
+            if self.kv_scales is None:
+                shape = (limits.model_config.num_layers, 2, model.num_kv_heads)
+                self.kv_scales = torch.ones(shape, device=device.torch_device)
         self.layout = KVLayout(
             num_layers=limits.model_config.num_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            dtype_bytes=model.dtype.itemsize,
+            dtype_bytes=self.kv_dtype.itemsize,
             block_size=block_size or BLOCK_SIZE,
         )
         self.is_virtual = kv == "virtual"
         self.attention = attention
         if self.is_virtual:
             page_bytes = _page_bytes(device)
-            self.layout = mappable_layout(
-                self.layout, block_size, limits.max_model_len, page_bytes
-            )
+            self.layout = mappable_layout(self.layout, block_size, limits.max_model_len, page_bytes)
 
     def runner(self, num_blocks: int, num_host_blocks: int = 0, capture: bool = True) -> GPURunner:
         """A runner over a pool of ``num_blocks``, the null block included."""
@@ -107,6 +116,7 @@ class GPUParts:
             only_dense_in_slots=self.attention == "mixed",
             sliding_window=limits.model_config.sliding_window or 0,
             is_invariant=self.is_invariant,
+            kv_scales=self.kv_scales,
         )
         return GPURunner(
             self.fused,
@@ -121,7 +131,7 @@ class GPUParts:
         )
 
     def _arena(self, num_blocks: int, num_host_blocks: int) -> DeviceArena:
-        sizes = (self.layout, num_blocks, self.model.dtype, self.device, num_host_blocks)
+        sizes = (self.layout, num_blocks, self.kv_dtype, self.device, num_host_blocks)
         if not self.is_virtual:
             return DeviceArena(*sizes)
         kind = CudaPages if isinstance(self.device, CUDADevice) else MemfdPages
@@ -154,10 +164,11 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
     attention = "triton" if config.attention == "auto" else config.attention
     if attention == "stock" and config.deterministic:
         raise ConfigError("attention=stock is not deterministic; use attention=triton")
-    if config.weights not in ("auto", "bf16"):
-        raise ConfigError(f"weights={config.weights} is for CPUs; use auto or bf16 on a GPU")
+    if config.weights not in ("auto", "bf16", "fp8"):
+        raise ConfigError(f"weights={config.weights} is for CPUs; use auto, bf16 or fp8 on a GPU")
     started = clock()
     device = CUDADevice()
+    _check_fp8(config, limits, torch.cuda.get_device_capability(device.torch_device))
     torch.zeros(1, device=device.torch_device)
     start_s["context"] = clock() - started
     started = clock()
@@ -165,14 +176,12 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         limits.path,
         load_format=config.load_format,
         dtype=config.dtype,
-        weights="bf16",
+        weights=config.weights,
         max_positions=limits.max_model_len,
         device=device.torch_device,
     )
     torch.cuda.synchronize()
     start_s["weights"] = clock() - started
-    if attention == "stock" and model.dtype == torch.float32:
-        raise ConfigError("attention=stock has no float32; use bfloat16, float16 or triton")
     try:
         parts = GPUParts(
             model,
@@ -182,7 +191,13 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
             is_invariant=config.deterministic,
             kv=config.kv,
             attention=attention,
+            kv_dtype=config.kv_dtype,
         )
+        if attention == "stock" and parts.kv_dtype not in (torch.bfloat16, torch.float16):
+            raise ConfigError(
+                "attention=stock reads bfloat16 and float16 only, not "
+                f"{str(parts.kv_dtype).removeprefix('torch.')}; use attention=triton"
+            )
         started = clock()
         workspace_bytes = _measured_workspace(parts)
         start_s["kernels"] = clock() - started
@@ -223,8 +238,39 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         workspace_bytes=workspace_bytes,
         measure_rates=lambda: _measure_rates(runner, num_measured),
         start_s=start_s,
+        kv_dtype=str(parts.kv_dtype).removeprefix("torch."),
         finds_prefix_groups=not limits.model_config.sliding_window and not config.deterministic,
     )
+
+
+def resolve_kv_dtype(asked: str, model: Decoder) -> torch.dtype:
+    """What keys and values are kept in. ``auto`` is the model's own dtype, or fp8 where its
+    checkpoint was calibrated for that."""
+    if asked == "auto":
+        return E4M3 if model.config.fp8 is not None and model.config.fp8.kv else model.dtype
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3}[asked]
+
+
+def _check_fp8(config: EngineConfig, limits: Limits, capability: tuple[int, int]) -> None:
+    """Refuse fp8 where the device has no such arithmetic.
+
+    Raises:
+        ConfigError: says what to use instead.
+    """
+    stored = limits.model_config.fp8
+    for name, is_fp8, other in (
+        ("weights", config.weights == "fp8" or (config.weights == "auto" and stored), "bf16"),
+        (
+            "kv_dtype",
+            config.kv_dtype == "fp8" or (config.kv_dtype == "auto" and stored and stored.kv),
+            "bf16",
+        ),
+    ):
+        if is_fp8 and capability < _FP8_CAPABILITY:
+            raise ConfigError(
+                f"{name} in fp8 needs a GPU of compute capability 8.9 or later (Ada, Hopper), and "
+                f"this one has {capability[0]}.{capability[1]}; use {name}={other}"
+            )
 
 
 def warm_up(runner: GPURunner, num_tokens: int) -> None:

@@ -29,8 +29,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SlotOptions:
-    """How policy uses slots: at most ``max_mapped_blocks`` places shown at once, ``max_tokens`` in a
-    slot, ``num_ahead`` places mapped ahead of need for whoever comes next. Without ``maps_forks``
+    """How policy uses slots: at most ``max_mapped_blocks`` places shown at once, ``max_tokens`` in
+    a slot, ``num_ahead`` places mapped ahead of need for whoever comes next. Without ``maps_forks``
     rows that forked are read through their block tables."""
 
     max_mapped_blocks: int
@@ -44,7 +44,8 @@ class Mechanism:
     """``measure_rates`` runs a chunk and copies blocks: bytes a second to host memory or back, and
     tokens a second of prefill. ``start_s`` says how long the parts of the start took,
     ``finds_prefix_groups`` whether the executor reads a prefix that rows share only once,
-    ``slots`` what there is of them (None: under `paged`)."""
+    ``slots`` what there is of them (None: under `paged`), ``kv_dtype`` what keys and values are
+    kept in."""
 
     executor: Executor
     model: Decoder
@@ -56,6 +57,7 @@ class Mechanism:
     start_s: dict[str, float]
     finds_prefix_groups: bool = False
     slots: SlotOptions | None = None
+    kv_dtype: str
 
 
 def num_host_blocks(swap_memory: str, block_bytes: int, available: int) -> int:

@@ -34,6 +34,7 @@ class EngineReport:
     start_s: dict[str, float] = field(default_factory=dict)
     sharing: bool = True
     kv: str = "paged"
+    kv_dtype: str = "bfloat16"
     max_mapped_blocks: int | None = None
 
     @property
@@ -71,8 +72,8 @@ class EngineReport:
             f"{self.device} (threads {self.num_threads}, {self.attention} attention, depth "
             f"{self.depth}), ready in {self.load_s:.1f} s",
             f"Memory: weights {_size(self.weight_bytes)}, workspace {_size(self.workspace_bytes)}, "
-            f"KV cache {_size(self.kv_bytes)} = {self.num_kv_tokens} tokens (blocks "
-            f"{num_blocks}, {self.capacity.block_size} tokens each), {self.kv}",
+            f"{self.kv_dtype} KV cache {_size(self.kv_bytes)} = {self.num_kv_tokens} tokens "
+            f"(blocks {num_blocks}, {self.capacity.block_size} tokens each), {self.kv}",
             f"Up to {self.max_num_seqs} sequences at once, of {self.max_model_len} tokens at most",
         ]
         if self.num_kv_tokens + 1 < self.max_model_len:

@@ -39,7 +39,7 @@ class DeviceArena:
         self._device = device
         shape = layout.block_shape()
         self.kv = self._allocate_pool(num_blocks, dtype)
-        self.kv[0].zero_()
+        self.kv[0].view(torch.uint8).zero_()
         self.host: torch.Tensor | None = None
         if num_host_blocks:
             is_cuda = isinstance(device, CUDADevice)
@@ -69,8 +69,10 @@ class DeviceArena:
         self.num_obeyed += 1
         for command in commands:
             if isinstance(command, CopyBlocks):
-                sources = _index(command.sources).to(self.kv.device)
-                self.kv[_index(command.destinations).to(self.kv.device)] = self.kv[sources]
+                # As bytes: PyTorch indexes those on every device, and fp8 not on all.
+                pool = self.kv.view(torch.uint8)
+                sources = _index(command.sources).to(pool.device)
+                pool[_index(command.destinations).to(pool.device)] = pool[sources]
             elif isinstance(command, SwapOut):
                 event = self._swap(command.block_ids, command.host_block_ids, is_out=True)
                 self._leaving.append((self.num_obeyed, event))

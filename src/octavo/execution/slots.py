@@ -27,8 +27,7 @@ Wanted = dict[int, int]
 
 
 class Slots:
-    """``num_slots`` ranges of ``max_model_len`` tokens each, in which handle i of ``pages`` is block
-    i.
+    """``num_slots`` ranges of ``max_model_len`` tokens each; handle i of ``pages`` is block i.
 
     ``tensor [num_slots, max_tokens, num_layers, 2, num_kv_heads, head_dim]`` are their addresses;
     only tokens of mapped places may be touched. ``max_mapped_blocks`` places may be mapped at once.

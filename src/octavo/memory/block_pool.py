@@ -99,7 +99,7 @@ class BlockPool:
         assert isinstance(free, OrderedDict), "this pool hands out the youngest first"
         if not free:
             return None
-        block_id = next(iter(free))
+        block_id: int = next(iter(free))
         free.move_to_end(block_id)
         return block_id
 

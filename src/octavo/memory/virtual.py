@@ -45,8 +45,9 @@ class VirtualManager(PagedManager):
     for it here: whoever admits sees to it that the tables of all rows together stay within it.
 
     ``num_ahead`` places are mapped ahead in the slot of a row that is likely to be next, and one
-    behind the table of each row that grows, of the ``num_places`` that a slot has; 0: none. Without ``maps_forks`` the slots of rows that
-    forked, or were forked, do not follow their tables any more until they are freed (`is_mapped`).
+    behind the table of each row that grows, of the ``num_places`` that a slot has; 0: none. Without
+    ``maps_forks`` the slots of rows that forked, or were forked, do not follow their tables any
+    more until they are freed (`is_mapped`).
     """
 
     # What was free a moment ago is what a slot still shows.

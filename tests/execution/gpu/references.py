@@ -9,27 +9,29 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
-    """One layer of an arena whose other layers, and unused blocks, are poisoned."""
+    """One layer of an arena whose other layers, and unused blocks, are poisoned. In fp8 it has
+    ``scales [K|V, kv_head]``."""
 
     kv_layer: torch.Tensor
     tables: torch.Tensor
+    scales: torch.Tensor | None = None
 
     def keys_and_values(self, row: int, length: int) -> torch.Tensor:
         """Float32 ``[length, K|V, kv_head, head_dim]`` in the row's order."""
         size = self.kv_layer.shape[1]
         blocks = self.tables[row, : -(-length // size)].long()
-        return self.kv_layer[blocks].flatten(0, 1)[:length].float()
+        values = self.kv_layer.float()[blocks].flatten(0, 1)[:length]
+        return values if self.scales is None else values * self.scales[:, :, None]
 
     def slots(self, lengths: list[int]) -> torch.Tensor:
-        """One layer of slots that show the same, ``[row, token, K|V, kv_head, head_dim]``; what lies
-        behind a row's tokens is NaN."""
-        heads = self.kv_layer.shape[2:]
-        shape = (len(lengths), max(lengths) + 5, 3, *heads)
-        slots = torch.full(shape, float("nan"), dtype=self.kv_layer.dtype)[:, :, 1]
-        slots = slots.to(self.kv_layer.device)
+        """One layer of slots that show the same, ``[row, token, K|V, kv_head, head_dim]``; what
+        lies behind a row's tokens is NaN."""
+        stored = Pool(self.kv_layer, self.tables)
+        shape = (len(lengths), max(lengths) + 5, 3, *self.kv_layer.shape[2:])
+        slots = torch.full(shape, float("nan"), device=self.kv_layer.device)
         for row, length in enumerate(lengths):
-            slots[row, :length] = self.keys_and_values(row, length).to(slots.dtype)
-        return slots
+            slots[row, :length, 1] = stored.keys_and_values(row, length)
+        return slots.to(self.kv_layer.dtype)[:, :, 1]
 
 
 def make_pool(
@@ -44,10 +46,13 @@ def make_pool(
     layer: int = 1,
 ) -> Pool:
     """Rows of these lengths over random blocks in random order; the rest is NaN."""
+    scales = None
+    if dtype == torch.float8_e4m3fn:
+        scales = torch.rand(2, num_kv_heads, device=device) / 50 + 0.005
     counts = [-(-length // block_size) for length in lengths]
     num_blocks = sum(counts) + 3
     shape = (num_blocks, block_size, num_layers, 2, num_kv_heads, head_dim)
-    kv = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    kv = torch.full(shape, float("nan"), device=device)
     order = torch.randperm(num_blocks - 1, device=device)[: sum(counts)] + 1
     tables = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32, device=device)
     first = 0
@@ -56,9 +61,11 @@ def make_pool(
         tables[row, :count] = blocks.int()
         values = torch.randn(count * block_size, 2, num_kv_heads, head_dim, device=device)
         values[length:] = float("nan")
-        kv[blocks, :, layer] = values.view(count, block_size, 2, num_kv_heads, head_dim).to(dtype)
+        if scales is not None:
+            values = (values / scales[:, :, None]).clamp(-448, 448)
+        kv[blocks, :, layer] = values.view(count, block_size, 2, num_kv_heads, head_dim)
         first += count
-    return Pool(kv[:, :, layer], tables)
+    return Pool(kv.to(dtype)[:, :, layer], tables, scales)
 
 
 def attend(

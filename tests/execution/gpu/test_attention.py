@@ -27,6 +27,7 @@ from octavo.execution.kernels.prefix_attention import PrefixTiles, prefix_attent
 
 ON_GPU = torch.cuda.is_available()
 NAN = float("nan")
+E4M3 = torch.float8_e4m3fn
 # heads, KV heads, head dim, block size
 SMALL = [(6, 2, 16, 4), (4, 4, 24, 8), (3, 1, 80, 16)]
 # Every head dim with every grouping, block sizes in turn.
@@ -46,13 +47,14 @@ def run_decode(
     splits: int,
     window: int = 0,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     min_keys: int = 32,
     block_n: int = 32,
 ) -> None:
     num_heads, num_kv_heads, head_dim, block_size = shape
     pool = make_pool(
         lengths, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-        dtype=dtype, device=device,
+        dtype=kv_dtype or dtype, device=device,
     )  # fmt: skip
     count = len(lengths)
     queries = torch.randn(count + 1, num_heads, head_dim, device=device).to(dtype)
@@ -66,6 +68,7 @@ def run_decode(
         decode_attention(
             queries, pool.kv_layer, rows, positions, ints([count], device), pool.tables, out,
             workspace, splits=splits, window=window, min_keys=min_keys, block_n=block_n,
+            kv_scales=pool.scales,
         )  # fmt: skip
     assert out[count].isnan().all(), "a token beyond the last was touched"
     for token, row in enumerate(order):
@@ -75,6 +78,7 @@ def run_decode(
     decode_attention(
         queries, pool.slots(lengths), rows, positions, ints([count], device), None, in_slots,
         workspace, splits=splits, window=window, min_keys=min_keys, block_n=block_n,
+        kv_scales=pool.scales,
     )  # fmt: skip
     assert torch.equal(in_slots[:count], out[:count]), "the same kernel reads the same in slots"
 
@@ -87,16 +91,26 @@ def test_decode(
     run_decode(device, shape, [1, 31, 100], splits=splits, window=window)
 
 
+@pytest.mark.parametrize(("shape", "splits", "window"), [(SMALL[0], 3, 0), (SMALL[1], 2, 7)])
+def test_decode_of_fp8(
+    device: torch.device, shape: tuple[int, int, int, int], splits: int, window: int
+) -> None:
+    run_decode(device, shape, [1, 31, 100], splits=splits, window=window, kv_dtype=E4M3)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
 @pytest.mark.parametrize("shape", GRID)
-def test_decode_over_a_grid(device: torch.device, shape: tuple[int, int, int, int]) -> None:
+def test_decode_over_a_grid(
+    device: torch.device, shape: tuple[int, int, int, int], kv_dtype: torch.dtype | None
+) -> None:
     size = shape[3]
     edges = sorted({1, size - 1, size, size + 1, 63, 64, 65, 127, 128, 129, 511, 1000})
     for splits, window in ((1, 0), (5, 0), (5, 100)):
         run_decode(
             device, shape, edges, splits=splits, window=window, dtype=torch.bfloat16,
-            min_keys=128, block_n=64,
+            kv_dtype=kv_dtype, min_keys=128, block_n=64,
         )  # fmt: skip
 
 
@@ -107,13 +121,14 @@ def run_prefill(
     *,
     window: int = 0,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     block_n: int | None = 32,
 ) -> None:
     """``chunks`` are (start, count)."""
     num_heads, num_kv_heads, head_dim, block_size = shape
     pool = make_pool(
         [start + count for start, count in chunks], num_kv_heads=num_kv_heads, head_dim=head_dim,
-        block_size=block_size, dtype=dtype, device=device,
+        block_size=block_size, dtype=kv_dtype or dtype, device=device,
     )  # fmt: skip
     tile = tile_tokens(num_heads, num_kv_heads)
     tiles, first = [], 1  # the first token belongs to nobody
@@ -129,7 +144,7 @@ def run_prefill(
     columns = [ints(column, device) for column in zip(*padded, strict=True)]
     prefill_attention(
         queries, pool.kv_layer, PrefillTiles(*columns, ints([len(tiles)], device)), pool.tables,
-        out, window=window, block_n=block_n,
+        out, window=window, block_n=block_n, kv_scales=pool.scales,
     )  # fmt: skip
     assert out[0].isnan().all(), "a token of no tile was touched"
     first = 1
@@ -142,7 +157,7 @@ def run_prefill(
     slots = pool.slots([start + count for start, count in chunks])
     prefill_attention(
         queries, slots, PrefillTiles(*columns, ints([len(tiles)], device)), None, in_slots,
-        window=window, block_n=block_n,
+        window=window, block_n=block_n, kv_scales=pool.scales,
     )  # fmt: skip
     assert torch.equal(in_slots[1:], out[1:]), "the same kernel reads the same in slots"
 
@@ -153,13 +168,26 @@ def test_prefill(device: torch.device, shape: tuple[int, int, int, int], window:
     run_prefill(device, shape, [(0, 45), (33, 3)], window=window)
 
 
+@pytest.mark.parametrize(("shape", "window"), [(SMALL[0], 0), (SMALL[1], 7)])
+def test_prefill_of_fp8(
+    device: torch.device, shape: tuple[int, int, int, int], window: int
+) -> None:
+    run_prefill(device, shape, [(0, 45), (33, 3)], window=window, kv_dtype=E4M3)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
 @pytest.mark.parametrize("shape", GRID)
-def test_prefill_over_a_grid(device: torch.device, shape: tuple[int, int, int, int]) -> None:
+def test_prefill_over_a_grid(
+    device: torch.device, shape: tuple[int, int, int, int], kv_dtype: torch.dtype | None
+) -> None:
     chunks = [(0, 1), (0, 200), (127, 1), (128, 130), (300, 33), (1, 64)]
     for window in (0, 100):
-        run_prefill(device, shape, chunks, window=window, dtype=torch.bfloat16, block_n=None)
+        run_prefill(
+            device, shape, chunks, window=window, dtype=torch.bfloat16, kv_dtype=kv_dtype,
+            block_n=None,
+        )  # fmt: skip
 
 
 def test_pieces_of_a_prefix() -> None:
@@ -169,11 +197,18 @@ def test_pieces_of_a_prefix() -> None:
     assert dense_count(2 * PIECE, 3) == dense_count(2 * PIECE - 1, 0) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, E4M3])
+def test_keys_are_brought_together(device: torch.device, dtype: torch.dtype) -> None:
+    shape = {"num_kv_heads": 3, "head_dim": 24, "block_size": 4}
+    pool = make_pool([50, 30], **shape, dtype=dtype, device=device)
+    kv = gather_keys(pool.kv_layer, pool.tables, 1, 29, dtype=torch.float32, kv_scales=pool.scales)
+    torch.testing.assert_close(kv, pool.keys_and_values(1, 29))
+
+
 def test_attention_in_pieces(device: torch.device) -> None:
     shape = {"num_kv_heads": 2, "head_dim": 16, "block_size": 4}
     pool = make_pool([50, 30], **shape, dtype=torch.float32, device=device)
-    kv = gather_keys(pool.kv_layer, pool.tables, 1, 29)
-    torch.testing.assert_close(kv, pool.keys_and_values(1, 29))
+    kv = gather_keys(pool.kv_layer, pool.tables, 1, 29, dtype=torch.float32)
     queries = torch.randn(5, 6, 16, device=device)
 
     def over(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,16 +225,17 @@ def test_attention_in_pieces(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, E4M3])
 @pytest.mark.parametrize("start", [0, 3 * PIECE])
-def test_dense_chunks(device: torch.device, start: int) -> None:
+def test_dense_chunks(device: torch.device, start: int, kv_dtype: torch.dtype) -> None:
     assert is_supported(torch.bfloat16, 128, device)
     count = 2 * PIECE
     shape = {"num_kv_heads": 2, "head_dim": 128, "block_size": 16}
-    pool = make_pool([9, start + count], **shape, dtype=torch.bfloat16, device=device)
+    pool = make_pool([9, start + count], **shape, dtype=kv_dtype, device=device)
     queries = torch.randn(count + 7, 8, 128, device=device).to(torch.bfloat16)
     out = torch.full_like(queries, NAN)
     chunk = DenseChunk(row=1, offset=7, count=count, start=start)
-    dense_attention(queries, pool.kv_layer, pool.tables, chunk, out)
+    dense_attention(queries, pool.kv_layer, pool.tables, chunk, out, pool.scales)
     assert out[:7].isnan().all()
     expected = attend(queries[7:], pool, 1, start)
     torch.testing.assert_close(out[7:].float(), expected, atol=2e-2, rtol=2e-2)
@@ -214,6 +250,7 @@ def run_shared(
     splits: int,
     prefix_splits: int,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     block_n: int | None = 32,
 ) -> None:
     """Group i shares ``prefixes[i]`` tokens, and its rows have ``own[i]`` more; the last group
@@ -222,7 +259,7 @@ def run_shared(
     lengths = [prefix + n for prefix, ns in zip(prefixes, own, strict=True) for n in ns]
     pool = make_pool(
         lengths, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-        dtype=dtype, device=device,
+        dtype=kv_dtype or dtype, device=device,
     )  # fmt: skip
     per_tile = tile_rows(num_heads, num_kv_heads)
     tokens, rows, tile_lengths, covered, first = [], [], [], [], 0
@@ -246,8 +283,9 @@ def run_shared(
     )
     queries = torch.randn(len(lengths), num_heads, head_dim, device=device).to(dtype)
     parts = prefix_attention(
-        queries, pool.kv_layer, tiles, pool.tables, splits=prefix_splits, block_n=block_n
-    )
+        queries, pool.kv_layer, tiles, pool.tables, splits=prefix_splits, block_n=block_n,
+        kv_scales=pool.scales,
+    )  # fmt: skip
     out = torch.full_like(queries, NAN)
     workspace = DecodeWorkspace(
         len(lengths) * num_kv_heads * splits, head_dim, num_heads // num_kv_heads, device
@@ -256,7 +294,7 @@ def run_shared(
     positions = ints([length - 1 for length in lengths], device)
     decode_attention(
         queries, pool.kv_layer, row_ids, positions, ints([len(lengths)], device), pool.tables, out,
-        workspace, splits=splits, min_keys=32, block_n=32, prefix=parts,
+        workspace, splits=splits, min_keys=32, block_n=32, prefix=parts, kv_scales=pool.scales,
     )  # fmt: skip
     for row, length in enumerate(lengths):
         expected = attend(queries[row : row + 1], pool, row, length - 1)
@@ -274,15 +312,24 @@ def test_a_shared_prefix(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("shape", SMALL[:2])
+def test_a_shared_prefix_of_fp8(device: torch.device, shape: tuple[int, int, int, int]) -> None:
+    run_shared(
+        device, shape, prefixes=[48, 0], own=[[1, 40], [9]], splits=2, prefix_splits=3,
+        kv_dtype=E4M3,
+    )  # fmt: skip
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
 @pytest.mark.parametrize("shape", GRID)
 def test_shared_prefixes_over_a_grid(
-    device: torch.device, shape: tuple[int, int, int, int]
+    device: torch.device, shape: tuple[int, int, int, int], kv_dtype: torch.dtype | None
 ) -> None:
     own = [[1, 7, 130, 64, *range(1, 70)], [65, 3], [300, 1]]
     for splits, prefix_splits in ((1, 1), (3, 4)):
         run_shared(
             device, shape, prefixes=[1024, 128, 0], own=own, splits=splits,
-            prefix_splits=prefix_splits, dtype=torch.bfloat16, block_n=None,
+            prefix_splits=prefix_splits, dtype=torch.bfloat16, kv_dtype=kv_dtype, block_n=None,
         )  # fmt: skip

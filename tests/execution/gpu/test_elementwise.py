@@ -8,11 +8,13 @@ import torch.nn.functional as F
 
 from execution.gpu.references import ints, make_pool, rotate, tolerance
 from octavo.execution.kernels.activation import silu_and_mul
+from octavo.execution.kernels.fp8 import quantize_rows
 from octavo.execution.kernels.gpu import SplitSum
 from octavo.execution.kernels.linear import gated_linear, linear, tiling, whole
 from octavo.execution.kernels.norm import add_rms_norm
 from octavo.execution.kernels.rope import rope_and_write
 from octavo.execution.kernels.skinny_linear import Tiling, skinny_linear
+from octavo.execution.models.fp8 import quantize_channels
 
 ON_GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
@@ -63,6 +65,85 @@ def test_the_chosen_products(device: torch.device, rows: int) -> None:
     torch.testing.assert_close(gated_linear(x, weight, None), F.silu(gate) * up, **close)
 
 
+def test_rows_in_fp8(device: torch.device) -> None:
+    x = torch.randn(5, 200, device=device) * torch.tensor([[1.0], [1e-3], [50], [0], [1]]).to(
+        device
+    )
+    x[4, 7] = float("nan")
+    values, scales = quantize_rows(x[:, :100])
+    expected = x[:4, :100].abs().amax(dim=1, keepdim=True) / 448
+    torch.testing.assert_close(scales[:3], expected[:3])
+    assert scales[3] == 1
+    assert not values[3].float().any()
+    assert values[4].float().isnan().any()
+    exact = x[:3, :100] / expected[:3]
+    rounded = exact.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert bool((values[:3].float() == rounded).float().mean() > 0.99)
+    assert bool(((values[:3].float() - exact).abs() <= exact.abs().clamp(min=2**-6) / 15).all())
+
+
+def fp8_weight(device: torch.device, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
+    """A weight, its scales, and in float32 what both stand for."""
+    weight = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(outputs, device=device)
+    plain = torch.randn(outputs, inputs, device=device) / inputs**0.5
+    quantize_channels(plain * torch.rand(outputs, 1, device=device), weight, scales)
+    return weight, scales, weight.float() * scales[:, None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 192, 100), (17, 200, 70)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_skinny_product_of_fp8(
+    device: torch.device, dtype: torch.dtype, rows: int, inputs: int, outputs: int, splits: int
+) -> None:
+    """Of the weights alone: rows stay as they are."""
+    x = torch.randn(rows, inputs, device=device, dtype=dtype)
+    weight, scales, plain = fp8_weight(device, outputs, inputs)
+    bias = torch.randn(outputs, device=device).to(dtype)
+    y = skinny_linear(x, weight, bias, Tiling(block_k=64, splits=splits), scales=scales)
+    expected = F.linear(x.float(), plain, bias.float())
+    torch.testing.assert_close(whole(y, dtype).float(), expected, **tolerance(dtype))
+    if splits == 1:
+        y = skinny_linear(x, weight, bias, Tiling(block_k=64), gated=True, scales=scales)
+        gate, up = expected.chunk(2, dim=-1)
+        torch.testing.assert_close(whole(y, dtype).float(), F.silu(gate) * up, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_rows_in_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    """Rows are rounded too, so that the reference is the product of what both were rounded to."""
+    x = torch.randn(150, 192, device=device).to(dtype)
+    weight, scales, plain = fp8_weight(device, 96, 192)
+    bias = torch.randn(96, device=device).to(dtype)
+    y = linear(x, weight, bias, scales=scales)
+    assert isinstance(y, torch.Tensor)
+    assert y.dtype == dtype
+    values, row_scales = quantize_rows(x)
+    expected = F.linear(values.float() * row_scales, plain, bias.float())
+    torch.testing.assert_close(y.float(), expected, atol=2e-2, rtol=2e-2)
+    gated = gated_linear(x, weight, None, scales=scales)
+    gate, up = (expected - bias.float()).chunk(2, dim=-1)
+    torch.testing.assert_close(gated.float(), F.silu(gate) * up, atol=2e-2, rtol=2e-2)
+    exact = F.linear(x.float(), plain)
+    assert float((expected - bias.float() - exact).norm() / exact.norm()) < 0.04
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_the_chosen_products_of_fp8(device: torch.device, is_invariant: bool) -> None:
+    x = torch.randn(20, 256, device=device).to(torch.bfloat16 if ON_GPU else torch.float32)
+    weight, scales, plain = fp8_weight(device, 128, 256)
+    for rows in (2, 20):
+        y = linear(x[:rows], weight, None, scales=scales, is_invariant=is_invariant)
+        expected = F.linear(x[:rows].float(), plain)
+        torch.testing.assert_close(whole(y, x.dtype).float(), expected, atol=2e-2, rtol=2e-2)
+    if is_invariant:
+        first = linear(x[:2], weight, None, scales=scales, is_invariant=True)
+        assert isinstance(first, torch.Tensor)
+        assert isinstance(y, torch.Tensor)
+        assert torch.equal(first, y[:2])
+
+
 @pytest.mark.parametrize("splits", [0, 1, 3])
 def test_a_residual_is_added_and_normed(device: torch.device, splits: int) -> None:
     residual = torch.randn(3, 200, device=device)
@@ -82,6 +163,7 @@ def test_a_gate_of_parts(device: torch.device) -> None:
     torch.testing.assert_close(y, F.silu(gate) * up)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size", "has_norm", "has_rope"),
     [(6, 2, 16, 4, True, True), (4, 4, 24, 8, False, True), (3, 1, 80, 16, False, False)],
@@ -94,18 +176,20 @@ def test_rotation_and_writing(
     block_size: int,
     has_norm: bool,
     has_rope: bool,
+    kv_dtype: torch.dtype,
 ) -> None:
     shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
-    pool = make_pool([40, 18], **shape, dtype=torch.float32, device=device)
-    before = pool.kv_layer.clone()
+    pool = make_pool([40, 18], **shape, dtype=kv_dtype, device=device)
+    before = pool.kv_layer.float()
     rows, positions = ints([1, 0, 0], device), ints([17, 38, 39], device)
     parts = torch.randn(2, 3, (num_heads + 2 * num_kv_heads) * head_dim, device=device)
+    parts[0, :, -1] = 1e3  # a value that fp8 cuts off
     half = head_dim // 2 if has_rope else 0
     cos, sin = torch.randn(2, 64, half, device=device)
     norms = torch.rand(num_heads + num_kv_heads, head_dim, device=device) if has_norm else None
     queries = rope_and_write(
         SplitSum(parts), pool.kv_layer, rows, positions, pool.tables, cos, sin, num_heads,
-        head_norms=norms, eps=1e-5, dtype=torch.float32,
+        head_norms=norms, eps=1e-5, dtype=torch.float32, kv_scales=pool.scales,
     )  # fmt: skip
     heads = parts.sum(0).view(3, -1, head_dim)
     turned, values = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
@@ -116,8 +200,15 @@ def test_rotation_and_writing(
     torch.testing.assert_close(queries, turned[:, :num_heads])
     for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
         block = int(pool.tables[row, position // block_size])
-        written = pool.kv_layer[block, position % block_size]
-        torch.testing.assert_close(written[0], turned[token, num_heads:])
-        torch.testing.assert_close(written[1], values[token])
+        written = pool.kv_layer.float()[block, position % block_size]
+        expected = torch.stack([turned[token, num_heads:], values[token]])
+        if pool.scales is None:
+            torch.testing.assert_close(written, expected)
+        else:
+            # What is beyond the largest value is cut off; the quotient's last bit may differ.
+            exact = (expected / pool.scales[:, :, None]).clamp(-448, 448)
+            error = (written - exact).abs()
+            assert bool((error <= exact.abs().clamp(min=2**-6) / 15).all())
+            assert bool((written == exact.to(kv_dtype).float()).float().mean() > 0.99)
         before[block, position % block_size] = written
-    torch.testing.assert_close(pool.kv_layer, before, equal_nan=True)  # and nothing else
+    torch.testing.assert_close(pool.kv_layer.float(), before, equal_nan=True)  # and nothing else

@@ -33,8 +33,30 @@ SHAPE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("length", [3, 500, 6000])
-def test_scores_are_close_to_float32(tmp_path: Path, length: int) -> None:
+# Options, mean error of log probabilities at most, agreement of the likeliest tokens at least. What
+# rounding to fp8 does to this model, in PyTorch: keys and values 0.025 and 0.93, weights 0.055 and
+# 0.84, weights and their inputs 0.069 and 0.81, all three 0.072 and 0.79.
+EXACT: dict[str, str] = {}
+FP8_KV = {"kv_dtype": "fp8"}
+FP8_WEIGHTS = {"weights": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "most", "least"),
+    [
+        (3, EXACT, 0.02, 0.93),
+        (500, EXACT, 0.02, 0.93),
+        (6000, EXACT, 0.02, 0.93),
+        (500, FP8_KV, 0.035, 0.9),
+        (6000, FP8_KV, 0.035, 0.9),
+        (100, FP8_WEIGHTS, 0.08, 0.77),
+        (6000, FP8_WEIGHTS, 0.09, 0.77),
+        (6000, FP8_KV | FP8_WEIGHTS, 0.09, 0.75),
+    ],
+)
+def test_scores_are_close_to_float32(
+    tmp_path: Path, length: int, options: dict[str, str], most: float, least: float
+) -> None:
     """Every token's log probability, and whether the likeliest is the same."""
     reference = tiny_llama(**SHAPE).float()
     reference.save_pretrained(tmp_path)
@@ -44,8 +66,9 @@ def test_scores_are_close_to_float32(tmp_path: Path, length: int) -> None:
     expected = logits.log_softmax(dim=-1).gather(1, torch.from_numpy(prompt[1:])[:, None])[:, 0]
     best = logits.argmax(dim=-1).numpy()
     config = EngineConfig(
-        model=str(tmp_path), device="cuda", dtype="bfloat16", kv_memory="1GiB", max_num_seqs=8
-    )
+        model=str(tmp_path), device="cuda", dtype="bfloat16", kv_memory="1GiB", max_num_seqs=8,
+        **options,
+    )  # fmt: skip
     core, _ = build_engine(config)
     core.scheduler.add(
         Request(
@@ -67,5 +90,5 @@ def test_scores_are_close_to_float32(tmp_path: Path, length: int) -> None:
     error = np.abs(found - expected.numpy())
     agreement = float((likeliest == best).mean())
     print(f"{length} tokens: mean error {error.mean():.4f}, agreement {agreement:.4f}")
-    assert error.mean() < 0.02
-    assert agreement > 0.93
+    assert error.mean() < most
+    assert agreement > least

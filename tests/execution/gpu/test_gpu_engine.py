@@ -50,6 +50,8 @@ def gpu_engine(
     kv: str = "paged",
     attention: str = "triton",
     maps_forks: bool = False,
+    weights: str = "bf16",
+    kv_dtype: str = "auto",
 ) -> EngineCore:
     from octavo.engine.build_gpu import GPUParts
     from octavo.execution.executors.gpu import GPUExecutor
@@ -63,12 +65,16 @@ def gpu_engine(
         config, str(model), load_config(model), max_num_seqs=1, max_num_batched_tokens=1, depth=1
     )
     decoder = load_model(
-        model, dtype=dtype, device=device.torch_device, max_positions=limits.max_model_len
+        model,
+        dtype=dtype,
+        weights=weights,
+        device=device.torch_device,
+        max_positions=limits.max_model_len,
     )
     is_virtual = kv == "virtual"
     parts = GPUParts(
         decoder, device, None if is_virtual else BLOCK_SIZE, limits, is_invariant=is_invariant,
-        kv=kv, attention=attention,
+        kv=kv, attention=attention, kv_dtype=kv_dtype,
     )  # fmt: skip
     block_size = parts.layout.block_size
     runner = parts.runner(num_blocks, num_host_blocks, capture=ON_GPU)
@@ -211,7 +217,19 @@ def test_rows_that_begin_alike_read_it_once(model: Path, monkeypatch: pytest.Mon
     plain.close()
 
 
-def test_deterministic_scores_are_the_same_to_the_last_bit(model: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {},
+        pytest.param(
+            {"weights": "fp8", "kv_dtype": "fp8"},
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a GPU")],
+        ),
+    ],
+)
+def test_deterministic_scores_are_the_same_to_the_last_bit(
+    model: Path, kinds: dict[str, str]
+) -> None:
     """Alone, and beside others in chunks of five: the same tokens and the same scores."""
     random = np.random.default_rng(2)
     asked = [
@@ -229,7 +247,7 @@ def test_deterministic_scores_are_the_same_to_the_last_bit(model: Path) -> None:
     found = []
     for together, chunk in ((False, 64), (True, 5)):
         core = gpu_engine(
-            model, num_blocks=60, depth=1, chunk=chunk, dtype=dtype, is_invariant=True
+            model, num_blocks=60, depth=1, chunk=chunk, dtype=dtype, is_invariant=True, **kinds
         )
         scores: dict[int, list[tuple[int, bytes]]] = {0: [], 1: []}
         for batch in [asked] if together else [[request] for request in asked]:

@@ -49,7 +49,7 @@ def show(arena: VirtualDeviceArena, slot: int, count: int, first_block: int) -> 
 
 
 def expected(queries: torch.Tensor, keys: torch.Tensor, start: int) -> torch.Tensor:
-    """``queries [count, heads, dim]`` at positions from ``start``; ``keys [n, 2, kv_heads, dim]``."""
+    """``queries [count, heads, dim]`` from position ``start``; ``keys [n, 2, kv_heads, dim]``."""
     q = queries.float().transpose(0, 1)
     k, v = (
         part.float().repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1)
@@ -68,9 +68,7 @@ def test_no_kernel_reads_behind_what_is_mapped(kind: type[PagedAttention]) -> No
     device = torch.device("cuda")
     max_len = 8 * PIECE
     arena = make(200, 6, max_len)
-    rope = RopeTable(
-        torch.zeros(max_len, 0, device=device), torch.zeros(max_len, 0, device=device)
-    )
+    rope = RopeTable(torch.zeros(max_len, 0, device=device), torch.zeros(max_len, 0, device=device))
     backend = kind(arena, HEADS, rope, DTYPE, max_decode=8, max_length=max_len)
     # row, tokens before, tokens now
     chunks = [(4, 127, 1), (0, 6 * SIZE - 1, 1), (2, SIZE, 2 * SIZE), (1, PIECE, 2 * PIECE)]

@@ -8,10 +8,12 @@ from octavo.execution.models.decoder import Decoder
 
 
 class ReferenceAttention:
-    """Causal attention of one sequence."""
+    """Causal attention of one sequence. With ``kv_scales [layer, K|V, kv_head]`` keys and values
+    are rounded to fp8."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, kv_scales: torch.Tensor | None = None) -> None:
         self.model = model
+        self.kv_scales = kv_scales
         self.num_past = 0
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -29,6 +31,11 @@ class ReferenceAttention:
         q, k, v = (part.reshape(num_tokens, -1, dim) for part in parts)
         positions = torch.arange(self.num_past, self.num_past + num_tokens)
         q, k = self._rotate(q, positions), self._rotate(k, positions)
+        if self.kv_scales is not None:
+            k, v = (
+                (part / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+                for part, scale in zip((k, v), self.kv_scales[layer][:, :, None], strict=True)
+            )
         if layer in self.cache:
             past_k, past_v = self.cache[layer]
             k, v = torch.cat([past_k, k]), torch.cat([past_v, v])

@@ -134,7 +134,7 @@ def test_eos_ids_are_merged_with_generation_config(tmp_path: Path) -> None:
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4}}, "must be less than"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "use the unquantized"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' is not supported"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": -1}, "hidden_size must be an integer from 1"),
         ({"hidden_size": "64"}, "hidden_size must be an integer"),

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType, dequantize, quantize
 from reference_attention import logits_of
 from tiny_models import PROMPT, tiny_llama, write_gguf
 
+from octavo.execution.models.fp8 import Fp8Quantization
 from octavo.execution.models.gguf_blocks import STORED_TYPES, stored_rows
 from octavo.execution.models.loading import load_model
 from octavo.execution.models.quantization import WeightQuantization, resolve_quantization
@@ -43,7 +44,7 @@ def test_auto_quantizes_nothing_that_is_asked_to_be_exact() -> None:
 def test_packed_weights_are_refused_where_they_cannot_run() -> None:
     with pytest.raises(ValueError, match="int8 runs on CPUs only, not on cuda"):
         resolve_quantization("int8", torch.bfloat16, torch.device("cuda"))
-    with pytest.raises(ValueError, match="auto, bf16, int8, int4"):
+    with pytest.raises(ValueError, match="auto, bf16, fp8, int8, int4"):
         resolve_quantization("fp4", torch.bfloat16, CPU)
 
 
@@ -100,3 +101,20 @@ def test_a_width_that_does_not_divide_stays_in_floats(tmp_path: Path) -> None:
     assert model.layers[0].qkv.is_quantized
     assert not model.layers[0].down.is_quantized
     assert similarity(logits_of(model, PROMPT), expected) > 0.998
+
+
+def test_where_weights_stay_in_fp8() -> None:
+    """On a GPU, but for a model that is asked for in fp32; elsewhere only where it is asked for."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    found = resolve_quantization("auto", torch.bfloat16, gpu)
+    assert isinstance(found, Fp8Quantization)
+    assert not found.rounds
+    found = resolve_quantization("fp8", torch.float32, cpu)
+    assert isinstance(found, Fp8Quantization)
+    assert found.rounds
+    for mode, dtype, device in (
+        ("auto", torch.float32, gpu),
+        ("bf16", torch.bfloat16, gpu),
+        ("auto", torch.bfloat16, cpu),
+    ):
+        assert not isinstance(resolve_quantization(mode, dtype, device), Fp8Quantization)

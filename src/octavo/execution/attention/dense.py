@@ -53,20 +53,22 @@ def dense_attention(
     tables: torch.Tensor | None,
     chunk: DenseChunk,
     out: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Attend for a chunk, whose keys are written already, into its part of ``out``.
 
-    ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]`` of the whole step. Without
+    ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]`` of the whole step. Keys are
+    brought together in their dtype, multiplied by ``kv_scales`` where there are such. Without
     ``tables`` ``kv_layer`` is a layer of slots, whose keys are together already: what is handed on
     is a slice that is wholly mapped, since these kernels load tiles by a tensor's shape.
     """
     own = slice(chunk.offset, chunk.offset + chunk.count)
     q = queries[own]
-    end = chunk.start + chunk.count
+    length = chunk.start + chunk.count
     if tables is None:
-        kv = kv_layer[chunk.row, :end]
+        kv = kv_layer[chunk.row, :length]
     else:
-        kv = gather_keys(kv_layer, tables, chunk.row, end)
+        kv = gather_keys(kv_layer, tables, chunk.row, length, dtype=q.dtype, kv_scales=kv_scales)
     attended, lse = _attend(q, kv[chunk.start :], is_causal=True)
     target = out[own]
     target.copy_(attended)

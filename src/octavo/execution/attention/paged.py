@@ -38,7 +38,8 @@ class PagedStep:
 
     ``token_rows`` and ``positions`` are ``[tokens]``, ``tables [rows, blocks]``. The first
     ``num_decode`` (``[1]``, at most ``max_decode``) tokens are their rows' only ones; the others
-    are covered by ``tiles``, None where there are none. ``dense`` chunks are covered by nothing else.
+    are covered by ``tiles``, None where there are none. ``dense`` chunks are covered by nothing
+    else.
     ``prefix`` covers the first keys of decoding tokens. ``in_slots``: the rows' slots show what
     their tables say, and are read instead. ``max_length`` bounds the rows' lengths.
     """
@@ -60,9 +61,9 @@ class PagedStep:
 class RowSpans:
     """The same step row by row, for kernels that know no tiles: int32 ``[rows + 1]`` each.
 
-    ``rows``; ``ends``, how many tokens the row has; ``first``, where its own begin among the step's,
-    at the end their number. ``max_count`` is the most of a row. ``tokens``, where given, picks those
-    of the step that are meant, since others are covered otherwise.
+    ``rows``; ``ends``, how many tokens the row has; ``first``, where its own begin among the
+    step's, at the end their number. ``max_count`` is the most of a row. ``tokens``, where given,
+    picks those of the step that are meant, since others are covered otherwise.
     """
 
     rows: torch.Tensor
@@ -90,18 +91,23 @@ class PagedAttention:
         sliding_window: int = 0,
         is_invariant: bool = False,
         only_dense_in_slots: bool = False,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
         """``max_length`` bounds the tokens of any row. ``only_dense_in_slots``: both translations
         at once, slots where keys would have to be brought together, tables elsewhere.
         ``is_invariant``: every token attends in the order of the tiles' keys, whatever its batch
-        and its chunk, so that its result has the same bits in any."""
+        and its chunk, so that its result has the same bits in any. ``kv_scales`` are float32
+        ``[layer, K|V, kv_head]``, what an arena of float8_e4m3fn stands in."""
         self.is_invariant = is_invariant
         self.layers = [arena.kv[:, :, layer] for layer in range(arena.layout.num_layers)]
+        self.kv_scales = [None] * len(self.layers) if kv_scales is None else [*kv_scales]
         slots = arena.slots
         self.has_slots = slots is not None
         self.only_dense_in_slots = only_dense_in_slots
         self.slot_layers = (
-            [] if slots is None else [slots.tensor[:, :, layer] for layer in range(len(self.layers))]
+            []
+            if slots is None
+            else [slots.tensor[:, :, layer] for layer in range(len(self.layers))]
         )
         self.num_heads = num_heads
         self.num_kv_heads = arena.layout.num_kv_heads
@@ -131,11 +137,13 @@ class PagedAttention:
         self, step: PagedStep, layer: int, queries: torch.Tensor, out: torch.Tensor
     ) -> None:
         """The step's ``dense`` chunks, into their parts of ``out``."""
+        scales = self.kv_scales[layer]
         for chunk in step.dense:
-            if step.in_slots:
+            if step.in_slots and scales is None:
                 dense_attention(queries, self.slot_layers[layer], None, chunk, out)
             else:
-                dense_attention(queries, self.layers[layer], step.tables, chunk, out)
+                # Stored keys that have to be multiplied first are brought together for it.
+                dense_attention(queries, self.layers[layer], step.tables, chunk, out, scales)
 
     def _splits(self, rows: int, is_long: bool) -> tuple[int, int]:
         """Parts of a row's keys, and the fewest keys of a part. Few rows are split to fill the
@@ -186,7 +194,7 @@ class PagedStepAttention:
         """As `StepAttention`; ``qkv`` may be parts of a sum, and ``norm`` is applied to queries and
         keys before they are rotated. ``next_weight`` is what the product after this reads."""
         backend, step = self._backend, self._step
-        kv_layer = backend.layers[layer]
+        kv_layer, kv_scales = backend.layers[layer], backend.kv_scales[layer]
         queries = rope_and_write(
             qkv,
             kv_layer,
@@ -197,6 +205,7 @@ class PagedStepAttention:
             backend.rope.sin,
             backend.num_heads,
             head_norms=None if norm is None else norm.weight,
+            kv_scales=kv_scales,
             eps=0.0 if norm is None else norm.eps,
             dtype=backend.dtype,
             next_weight=next_weight if len(step.positions) <= _PREFETCH_ROWS else None,
@@ -217,6 +226,7 @@ class PagedStepAttention:
                     step.prefix,
                     step.tables,
                     splits=min(max(_PROGRAMS // programs, 1), _MAX_PREFIX_SPLITS),
+                    kv_scales=kv_scales,
                 )
             decode_attention(
                 queries,
@@ -232,10 +242,12 @@ class PagedStepAttention:
                 max_tokens=step.max_decode,
                 window=backend.sliding_window,
                 prefix=prefix,
+                kv_scales=kv_scales,
             )
         if step.tiles is not None:
             prefill_attention(
-                queries, keys, step.tiles, tables, out, window=backend.sliding_window
-            )
+                queries, keys, step.tiles, tables, out, window=backend.sliding_window,
+                kv_scales=kv_scales,
+            )  # fmt: skip
         backend.attend_densely(step, layer, queries, out)
         return out.view(len(out), -1)

@@ -2,9 +2,9 @@
 FlashAttention-2 as PyTorch ships it, and cuDNN for long chunks. Neither knows what a block is.
 
 FlashAttention-2 takes sequences of any length from one long tensor: slot starts are its
-``cum_seq_k``, in any order, and ``seqused_k`` says how far to read. Its loads are predicated by that
-length, so nothing unmapped is touched. cuDNN loads tiles by a tensor's shape: it gets slices that are
-wholly mapped (`dense`).
+``cum_seq_k``, in any order, and ``seqused_k`` says how far to read. Its loads are predicated by
+that length, so nothing unmapped is touched. cuDNN loads tiles by a tensor's shape: it gets slices
+that are wholly mapped (`dense`).
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ def _decode(
     prefix_lengths,
     prefix_out,
     prefix_lse,
+    kv_scales,
     scale_log2,
     group,
     num_kv_heads,
@@ -81,6 +82,7 @@ def _decode(
     MIN_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PREFIX_SPLITS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -122,6 +124,8 @@ def _decode(
     total = tl.zeros([GROUP], dtype=tl.float32)
     acc = tl.zeros([GROUP, DIM], dtype=tl.float32)
     pool = keys + kv_head * HEAD_DIM
+    if HAS_SCALES:
+        scale_log2 *= tl.load(kv_scales + kv_head)
     for first in range(start, end, BLOCK_N):
         key = first + n
         seen = key < end
@@ -137,6 +141,8 @@ def _decode(
         kv_mask = seen[:, None] & (d < HEAD_DIM)[None, :]
         k = tl.load(pool + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
         v = tl.load(pool + value_offset + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, axis=1))
@@ -146,6 +152,8 @@ def _decode(
         acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         largest = new_largest
+    if HAS_SCALES:
+        acc *= tl.load(kv_scales + num_kv_heads + kv_head)
     if num_parts == 1:
         if PREFIX_SPLITS > 0:
             acc, total, largest = _add_prefix(
@@ -240,6 +248,7 @@ def decode_attention(
     warps: int = 4,
     stages: int = 3,
     prefix: SharedPrefixParts | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Attend for the first ``num_tokens`` (int32 ``[1]``, on the device) of the tokens.
 
@@ -247,7 +256,8 @@ def decode_attention(
     ``token_rows[i]``, at ``positions[i]``, and its key is written already. ``max_tokens`` bounds
     ``num_tokens``. Without ``tables`` ``kv_layer`` is a layer of slots, ``[slot, token, K|V,
     kv_head, head_dim]``, slot r the row r's: nothing behind a row's tokens is touched.
-    ``window`` 0 means none. ``prefix`` covers the first keys of some tokens.
+    ``window`` 0 means none. ``prefix`` covers the first keys of some tokens. ``kv_scales`` as in
+    `rope_and_write`: keys and values are multiplied by their head's.
     """
     assert prefix is None or not window, "a shared prefix has no window"
     tokens, num_heads, head_dim = queries.shape
@@ -267,6 +277,7 @@ def decode_attention(
         positions if prefix is None else prefix.lengths,
         out if prefix is None else prefix.out,
         out if prefix is None else prefix.lse,
+        positions if kv_scales is None else kv_scales,
         head_dim**-0.5 * 1.4426950408889634,
         group,
         num_kv_heads,
@@ -279,6 +290,7 @@ def decode_attention(
         MIN_KEYS=min_keys,
         HAS_WINDOW=window > 0,
         PREFIX_SPLITS=0 if prefix is None else prefix.out.shape[1],
+        HAS_SCALES=kv_scales is not None,
         BLOCK_SIZE=0 if tables is None else block_size,
         HEAD_DIM=head_dim,
         DIM=triton.next_power_of_2(head_dim),

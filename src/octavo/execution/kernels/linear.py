@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import triton
 
 from octavo.execution.kernels.activation import silu_and_mul
+from octavo.execution.kernels.fp8 import scaled_linear
 from octavo.execution.kernels.gpu import SplitSum
 from octavo.execution.kernels.skinny_linear import MAX_ROWS, Tiling, skinny_linear
 
@@ -47,11 +48,17 @@ _INVARIANT = Tiling(128, 64, 1, 3, 8, prefetch=0, block_m=128)
 
 
 def _tiling_of(x: torch.Tensor, weight: torch.Tensor, is_invariant: bool) -> Tiling | None:
-    """As ``tiling``; wider elements, which the search was not for, get tiles of the same bytes."""
+    """As ``tiling``; wider elements, which the search was not for, get tiles of the same bytes.
+    Narrower ones do where few rows leave room for it."""
     chosen = _INVARIANT if is_invariant else tiling(x.shape[0], *weight.shape)
-    if chosen is None or weight.element_size() == 2:
-        return chosen
-    return replace(chosen, block_k=chosen.block_k * 2 // weight.element_size(), prefetch=0)
+    if chosen is None:
+        return None
+    if x.element_size() > 2:
+        return replace(chosen, block_k=chosen.block_k * 2 // x.element_size(), prefetch=0)
+    # Rows keep two bytes an element, so tiles of more inputs would not fit for many of them.
+    if weight.element_size() == 1 and x.shape[0] <= 16 and not is_invariant:
+        return replace(chosen, block_k=2 * chosen.block_k)
+    return chosen
 
 
 def _limited(splits: int, inputs: int) -> int:
@@ -64,16 +71,20 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
+    scales: torch.Tensor | None = None,
     is_invariant: bool = False,
 ) -> torch.Tensor | SplitSum:
     """``x [rows, in] @ weight [out, in].T + bias``: ``[rows, out]`` in x's dtype, or its parts.
 
-    ``is_invariant`` gives each row the same bits whatever rows are beside it.
+    A weight of float8_e4m3fn has ``scales``, float32 ``[out]``; where rows are many, x is rounded
+    to fp8 too. ``is_invariant`` gives each row the same bits whatever rows are beside it.
     """
     chosen = _tiling_of(x, weight, is_invariant)
-    if chosen is None:
-        return F.linear(x, weight, bias)
-    return skinny_linear(x, weight, bias, chosen)
+    if chosen is not None:
+        return skinny_linear(x, weight, bias, chosen, scales=scales)
+    if scales is not None:
+        return scaled_linear(x, weight, scales, bias)
+    return F.linear(x, weight, bias)
 
 
 def gated_linear(
@@ -81,16 +92,18 @@ def gated_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
+    scales: torch.Tensor | None = None,
     is_invariant: bool = False,
 ) -> torch.Tensor:
     """``silu(gate) * up``, ``[rows, out / 2]`` in x's dtype; gates are the first half of the
-    product's outputs."""
+    product's outputs. ``scales`` as in `linear`."""
     chosen = _tiling_of(x, weight, is_invariant)
     if chosen is not None and chosen.splits == 1:
-        y = skinny_linear(x, weight, bias, chosen, gated=True)
+        y = skinny_linear(x, weight, bias, chosen, gated=True, scales=scales)
         assert isinstance(y, torch.Tensor)
         return y
-    return silu_and_mul(linear(x, weight, bias, is_invariant=is_invariant), x.dtype)
+    y = linear(x, weight, bias, scales=scales, is_invariant=is_invariant)
+    return silu_and_mul(y, x.dtype)
 
 
 def whole(x: torch.Tensor | SplitSum, dtype: torch.dtype) -> torch.Tensor:

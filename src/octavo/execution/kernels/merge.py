@@ -16,12 +16,15 @@ def _gather_keys(
     row,
     length,
     out,
+    kv_scales,
     stride_table,
     stride_block,
     stride_token,
     value_offset,
     width,
+    HAS_SCALES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -42,18 +45,28 @@ def _gather_keys(
         place = token.to(tl.int64)[:, None] * 2 * width + column[None, :]
         k = tl.load(keys + offset[:, None] + column[None, :], mask=mask)
         v = tl.load(keys + value_offset + offset[:, None] + column[None, :], mask=mask)
-        tl.store(out + place, k, mask=mask)
-        tl.store(out + place + width, v, mask=mask)
+        if HAS_SCALES:
+            scale = kv_scales + column // HEAD_DIM
+            is_column = column < width
+            k = k.to(tl.float32) * tl.load(scale, mask=is_column)[None, :]
+            v = v.to(tl.float32) * tl.load(scale + width // HEAD_DIM, mask=is_column)[None, :]
+        tl.store(out + place, k.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + place + width, v.to(out.dtype.element_ty), mask=mask)
 
 
 def gather_keys(
-    kv_layer: torch.Tensor, tables: torch.Tensor, row: int, length: int
+    kv_layer: torch.Tensor,
+    tables: torch.Tensor,
+    row: int,
+    length: int,
+    *,
+    dtype: torch.dtype,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The first ``length`` tokens of a row in their order: ``[length, K|V, kv_head, head_dim]``."""
+    """The first ``length`` tokens of a row in their order: ``[length, K|V, kv_head, head_dim]`` in
+    ``dtype``, multiplied by their head's of ``kv_scales`` (see `rope_and_write`)."""
     _, block_size, _, num_kv_heads, head_dim = kv_layer.shape
-    out = torch.empty(
-        length, 2, num_kv_heads, head_dim, dtype=kv_layer.dtype, device=kv_layer.device
-    )
+    out = torch.empty(length, 2, num_kv_heads, head_dim, dtype=dtype, device=kv_layer.device)
     tokens = 4
     _gather_keys[(triton.cdiv(length, tokens),)](
         kv_layer,
@@ -61,12 +74,15 @@ def gather_keys(
         row,
         length,
         out,
+        out if kv_scales is None else kv_scales,
         tables.stride(0),
         kv_layer.stride(0),
         kv_layer.stride(1),
         kv_layer.stride(2),
         num_kv_heads * head_dim,
+        HAS_SCALES=kv_scales is not None,
         BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
         TOKENS=tokens,
         BLOCK=1024,
     )

@@ -62,6 +62,8 @@ def attend(
             d_mask = (d < HEAD_DIM)[None, :]
             k = tl.load(pool + offset[:, None] + d[None, :], mask=d_mask, other=0.0)
             v = tl.load(pool + value_offset + offset[:, None] + d[None, :], mask=d_mask, other=0.0)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if MASKED:
             seen = key[None, :] <= query_position[:, None]
@@ -93,6 +95,7 @@ def _prefill(
     num_tiles,
     tables,
     out,
+    kv_scales,
     scale_log2,
     group,
     num_kv_heads,
@@ -102,6 +105,7 @@ def _prefill(
     stride_token,
     value_offset,
     HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -135,6 +139,8 @@ def _prefill(
     acc = tl.zeros([BLOCK_M, DIM], dtype=tl.float32)
     pool = keys + kv_head * HEAD_DIM
     last_key = position + count - 1
+    if HAS_SCALES:
+        scale_log2 *= tl.load(kv_scales + kv_head)
     # Keys that every query of the tile sees need no mask.
     first = 0
     full = (position + 1) // BLOCK_N * BLOCK_N
@@ -192,6 +198,8 @@ def _prefill(
         BLOCK_N,
     )
     acc = acc / total[:, None]
+    if HAS_SCALES:
+        acc *= tl.load(kv_scales + num_kv_heads + kv_head)
     tl.store(out + q_place, acc.to(out.dtype.element_ty), mask=q_mask)
 
 
@@ -227,12 +235,13 @@ def prefill_attention(
     block_n: int | None = None,
     warps: int = 8,
     stages: int = 3,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Attend for the tokens of ``tiles``, whose keys are written already.
 
     ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]``. ``max_tiles`` bounds
     ``tiles.num_tiles``. Without ``tables`` ``kv_layer`` is a layer of slots, as in
-    `decode_attention`.
+    `decode_attention`, as are ``kv_scales``.
     """
     _, num_heads, head_dim = queries.shape
     _, block_size, _, num_kv_heads, _ = kv_layer.shape
@@ -248,6 +257,7 @@ def prefill_attention(
         tiles.num_tiles,
         tiles.rows if tables is None else tables,
         out,
+        out if kv_scales is None else kv_scales,
         head_dim**-0.5 * 1.4426950408889634,
         group,
         num_kv_heads,
@@ -257,6 +267,7 @@ def prefill_attention(
         kv_layer.stride(1),
         kv_layer.stride(2),
         HAS_WINDOW=window > 0,
+        HAS_SCALES=kv_scales is not None,
         BLOCK_SIZE=0 if tables is None else block_size,
         HEAD_DIM=head_dim,
         DIM=dim,

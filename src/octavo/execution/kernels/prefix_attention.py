@@ -29,6 +29,7 @@ def _prefix(
     tables,
     out,
     lse,
+    kv_scales,
     scale_log2,
     group,
     num_kv_heads,
@@ -37,6 +38,7 @@ def _prefix(
     stride_token,
     value_offset,
     SPLITS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -72,6 +74,8 @@ def _prefix(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], dtype=tl.float32)
     pool = keys + kv_head * HEAD_DIM
+    if HAS_SCALES:
+        scale_log2 *= tl.load(kv_scales + kv_head)
     acc, total, largest = attend(
         q, acc, total, largest, pool, value_offset, tables, row, last, first, full,
         end - 1, 0, scale_log2, stride_table, stride_block, stride_token,
@@ -84,6 +88,8 @@ def _prefix(
     )  # fmt: skip
     # A part without keys weighs nothing.
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if HAS_SCALES:
+        acc *= tl.load(kv_scales + num_kv_heads + kv_head)
     part = (token.to(tl.int64) * SPLITS + split) * num_heads + head
     tl.store(out + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
     tl.store(lse + part, largest + tl.log2(total), mask=seen)
@@ -116,8 +122,10 @@ def prefix_attention(
     *,
     splits: int,
     block_n: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> SharedPrefixParts:
-    """Attend to the prefixes of ``tiles``; ``queries`` is ``[tokens, num_heads, head_dim]``."""
+    """Attend to the prefixes of ``tiles``; ``queries`` is ``[tokens, num_heads, head_dim]``,
+    ``kv_scales`` as in `decode_attention`."""
     tokens, num_heads, head_dim = queries.shape
     _, block_size, _, num_kv_heads, _ = kv_layer.shape
     group = num_heads // num_kv_heads
@@ -136,6 +144,7 @@ def prefix_attention(
         tables,
         out,
         lse,
+        lse if kv_scales is None else kv_scales,
         head_dim**-0.5 * 1.4426950408889634,
         group,
         num_kv_heads,
@@ -144,6 +153,7 @@ def prefix_attention(
         kv_layer.stride(1),
         kv_layer.stride(2),
         SPLITS=splits,
+        HAS_SCALES=kv_scales is not None,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         DIM=dim,

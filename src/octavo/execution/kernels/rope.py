@@ -28,6 +28,12 @@ def kv_offset(tables, row, position, stride_table, stride_block, stride_token, B
 
 
 @triton.jit
+def to_e4m3(x):
+    """Nearest values of e4m3, the largest where ``x`` is beyond it; NaN stays NaN."""
+    return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
 def _rope_and_write(
     qkv,
     queries,
@@ -38,6 +44,7 @@ def _rope_and_write(
     cosines,
     sines,
     head_norms,
+    kv_scales,
     eps,
     num_heads,
     num_kv_heads,
@@ -53,6 +60,7 @@ def _rope_and_write(
     SPLITS: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -119,6 +127,12 @@ def _rope_and_write(
         slot + tl.where(is_value, value_offset, 0) + kv_head[:, None] * HEAD_DIM + column[None, :]
     )
     is_kv = (head >= num_heads)[:, None] & mask
+    if HAS_SCALES:
+        place = tl.where(head >= num_heads + num_kv_heads, num_kv_heads, 0) + kv_head
+        is_kept = (head >= num_heads) & (head < total_heads)
+        scale = tl.load(kv_scales + place, mask=is_kept, other=1.0)[:, None]
+        low = to_e4m3(low / scale)
+        high = to_e4m3(high / scale)
     tl.store(keys + kv_place, low.to(keys.dtype.element_ty), mask=is_kv)
     tl.store(keys + kv_place + half_dim, high.to(keys.dtype.element_ty), mask=is_kv)
 
@@ -134,6 +148,7 @@ def rope_and_write(
     num_heads: int,
     *,
     head_norms: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     eps: float = 0.0,
     dtype: torch.dtype,
     next_weight: torch.Tensor | None = None,
@@ -145,7 +160,9 @@ def rope_and_write(
     arena, ``[block, token, K|V, kv_head, head_dim]`` with strides; ``token_rows`` and ``positions``
     are int32 ``[tokens]``, ``tables`` int32 ``[rows, blocks]``. ``cos`` and ``sin`` are float32
     ``[positions, head_dim / 2]``, of zero columns where nothing is rotated. ``head_norms`` is
-    float32 ``[num_heads + num_kv_heads, head_dim]``. ``next_weight`` is brought into L2 meanwhile.
+    float32 ``[num_heads + num_kv_heads, head_dim]``. An arena of float8_e4m3fn has ``kv_scales``,
+    float32 ``[K|V, kv_head]``: what is written is divided by its head's, and cut off at 448.
+    ``next_weight`` is brought into L2 meanwhile.
     ``is_invariant``: a token gets the same bits whatever tokens are beside it.
 
     Returns the queries, ``[tokens, num_heads, head_dim]`` in ``dtype``.
@@ -170,6 +187,7 @@ def rope_and_write(
         cos,
         sin,
         cos if head_norms is None else head_norms,
+        cos if kv_scales is None else kv_scales,
         eps,
         num_heads,
         num_kv_heads,
@@ -185,6 +203,7 @@ def rope_and_write(
         SPLITS=splits,
         HAS_ROPE=cos.shape[-1] > 0,
         HAS_NORM=head_norms is not None,
+        HAS_SCALES=kv_scales is not None,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         HALF=triton.next_power_of_2(head_dim // 2),

@@ -42,6 +42,7 @@ def _skinny_linear(
     x,
     weight,
     bias,
+    scales,
     out,
     num_rows,
     N,
@@ -51,12 +52,14 @@ def _skinny_linear(
     stride_weight,
     stride_split,
     HAS_BIAS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCH: tl.constexpr,
+    LINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     split = tl.program_id(1)
@@ -76,7 +79,7 @@ def _skinny_linear(
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
             # One address a cache line of 128 bytes.
-            lines = tl.arange(0, BLOCK_K * PREFETCH // 64) * 64 + split * k_per_split
+            lines = tl.arange(0, BLOCK_K * PREFETCH // LINE) * LINE + split * k_per_split
             lines = tl.minimum(lines, last_k - 1)
             rows = tl.minimum(n, N - 1).to(tl.int64)
             prefetch_lines(weight + rows[:, None] * stride_weight + lines[None, :])
@@ -90,9 +93,11 @@ def _skinny_linear(
             k_mask = first + tl.arange(0, BLOCK_K) < last_k
             w = tl.load(weights, mask=n_mask[:, None] & k_mask[None, :], other=0.0)
             a = tl.load(inputs, mask=(m < num_rows)[None, :] & k_mask[:, None], other=0.0)
-        total = tl.dot(w, a, total, input_precision="ieee")
+        total = tl.dot(w.to(a.dtype), a, total, input_precision="ieee")
         weights += BLOCK_K
         inputs += BLOCK_K
+    if HAS_SCALES:
+        total *= tl.load(scales + n, mask=n_mask, other=0.0)[:, None]
     if HAS_BIAS and split == 0:
         total += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -117,13 +122,15 @@ def skinny_linear(
     tiling: Tiling,
     *,
     gated: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor | SplitSum:
     """``x [rows, in]`` times ``weight [out, in]``, up to ``MAX_ROWS`` rows or any number with a
     ``block_m``.
 
     Returns ``[rows, out]`` in x's dtype, or a `SplitSum` where the tiling splits the inner
     dimension. ``gated`` (not with splits) returns ``silu(gate) * up``, ``[rows, out / 2]``: gates
-    are the first half of the outputs.
+    are the first half of the outputs. ``scales``, float32 ``[out]``, are what the channels of a
+    weight in float8_e4m3fn are multiplied by; x stays as it is.
     """
     rows, k = x.shape
     n = weight.shape[0]
@@ -139,6 +146,7 @@ def skinny_linear(
         x,
         weight,
         weight if bias is None else bias,
+        weight if scales is None else scales,
         out,
         rows,
         n,
@@ -148,12 +156,14 @@ def skinny_linear(
         weight.stride(0),
         rows * n,
         HAS_BIAS=bias is not None,
+        HAS_SCALES=scales is not None,
         GATED=gated,
         EVEN=k == k_per_split * splits,
         BLOCK_M=block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         PREFETCH=tiling.prefetch,
+        LINE=128 // weight.element_size(),
         PDL=PDL,
         num_warps=tiling.warps,
         num_stages=tiling.stages,

@@ -11,6 +11,7 @@ import torch
 from octavo.core.model_config import ModelConfig
 from octavo.execution.attention.interface import StepAttention
 from octavo.execution.models.decoder_layer import DecoderLayer
+from octavo.execution.models.fp8 import Fp8Quantization
 from octavo.execution.models.layers import Embedding, LearnedPositions, Linear, Quantization
 from octavo.execution.models.norms import Norm
 from octavo.execution.models.parallel import TensorParallel
@@ -42,7 +43,8 @@ class Decoder:
     """A model that is ready to run.
 
     ``num_heads`` and ``num_kv_heads`` count this rank's; ``rope`` is the rotary table, of zero
-    columns where the family does not rotate.
+    columns where the family does not rotate. ``kv_scales`` are what a checkpoint has for keys and
+    values in fp8, float32 ``[layer, K|V, kv_head]``: given for all heads, kept for this rank's.
 
     Raises:
         ModelLoadError: the weights are not those of ``config``.
@@ -59,7 +61,8 @@ class Decoder:
         device: torch.device,
         parallel: TensorParallel,
         max_positions: int,
-        quantization: Quantization | None = None,
+        quantization: Quantization | Fp8Quantization | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
         self.config = config
         self.quantization = quantization
@@ -69,6 +72,10 @@ class Decoder:
         self.num_heads = parallel.share(config.num_attention_heads, "the attention heads")
         self.num_kv_heads = parallel.share(config.num_kv_heads, "the key-value heads")
         self.head_dim = config.head_dim
+        self.kv_scales: torch.Tensor | None = None
+        if kv_scales is not None:
+            own = kv_scales.narrow(2, parallel.rank * self.num_kv_heads, self.num_kv_heads)
+            self.kv_scales = own.contiguous().to(device)
         blueprint = family(config, parallel)
         self.embedding = blueprint.embedding
         self.project_in = blueprint.project_in
@@ -99,7 +106,10 @@ class Decoder:
         if self.config.tie_word_embeddings:
             self._tie_head(weights)
         else:
-            self.head.load(weights, self.dtype, self.device, self.quantization)
+            quantization = self.quantization
+            if isinstance(quantization, Fp8Quantization):
+                quantization = quantization.of_head(f"{self.head.parts[0][0]}.weight")
+            self.head.load(weights, self.dtype, self.device, quantization)
         self.head.prepare()
         # Quantized layers compute in fp32 between their products, so the residual stays in it.
         self._is_wide = any(
@@ -111,8 +121,9 @@ class Decoder:
         """The head shares the embedding's table, or packs the same tensor for itself."""
         assert self.embedding.weight is not None
         self.head.parts = ((self.embedding.name, self.config.vocab_size),)
-        if self.quantization is not None:
-            self.head.load(weights, self.dtype, self.device, self.quantization)
+        quantization = self.quantization
+        if quantization is not None and not isinstance(quantization, Fp8Quantization):
+            self.head.load(weights, self.dtype, self.device, quantization)
         if not self.head.is_quantized:
             self.head.share_weight(self.embedding.weight)
 

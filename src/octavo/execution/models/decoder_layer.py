@@ -10,6 +10,7 @@ import torch
 
 from octavo.execution.attention.interface import StepAttention
 from octavo.execution.models.activations import Activation
+from octavo.execution.models.fp8 import Fp8Quantization
 from octavo.execution.models.layers import Linear, Quantization
 from octavo.execution.models.norms import Norm, QueryKeyNorm
 from octavo.execution.models.weights import Weights
@@ -44,7 +45,7 @@ class DecoderLayer:
         weights: Weights,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: Quantization | None,
+        quantization: Quantization | Fp8Quantization | None,
     ) -> None:
         """Load and prepare each part in turn, so that only one plain copy exists at a time."""
         for norm in self.norms():
@@ -53,7 +54,7 @@ class DecoderLayer:
         for linear in self.linears():
             linear.load(weights, dtype, device, quantization)
             linear.prepare()
-        if quantization is not None:
+        if quantization is not None and not isinstance(quantization, Fp8Quantization):
             self._fuse(quantization)
 
     def _fuse(self, quantization: Quantization) -> None:

@@ -71,8 +71,11 @@ class FusedDecoder:
                 layer.index, self._product(layer.qkv, x), layer.query_key_norm, layer.output.weight
             )
             x = _norm(layer.mlp_norm, residual, self._product(layer.output, heads))
-            assert layer.up.weight is not None
-            x = gated_linear(x, layer.up.weight, layer.up.bias, is_invariant=self.is_invariant)
+            up = layer.up
+            assert up.weight is not None
+            x = gated_linear(
+                x, up.weight, up.bias, scales=up.scales, is_invariant=self.is_invariant
+            )
             delta = self._product(layer.down, x)
         return _norm(model.norm, residual, delta)
 
@@ -84,7 +87,7 @@ class FusedDecoder:
 
     def _product(self, layer: Linear, x: torch.Tensor) -> torch.Tensor | SplitSum:
         assert layer.weight is not None
-        y = linear(x, layer.weight, layer.bias, is_invariant=self.is_invariant)
+        y = linear(x, layer.weight, layer.bias, scales=layer.scales, is_invariant=self.is_invariant)
         return layer.parallel.all_reduce(whole(y, x.dtype)) if layer.sums else y
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from octavo.core.model_config import ModelConfig, ModelLoadError, RopeScaling
 from octavo.execution.models.fields import MAX_POSITIONS, Fields, check_heads
+from octavo.execution.models.fp8_config import fp8_scheme
 from octavo.execution.models.unsupported import refusal
 
 
@@ -47,8 +48,9 @@ def load_hf_config(source: str | os.PathLike[str]) -> ModelConfig:
         path = path / "config.json"
     fields = Fields(path, read_json(path))
     architecture = _architecture(fields)
-    _refuse_quantized(fields)
-    return _opt(fields) if architecture == _OPT else _gated(fields, architecture)
+    fp8 = fp8_scheme(fields)
+    config = _opt(fields) if architecture == _OPT else _gated(fields, architecture)
+    return replace(config, fp8=fp8)
 
 
 def _gated(fields: Fields, architecture: str) -> ModelConfig:
@@ -180,15 +182,6 @@ def _architecture(fields: Fields) -> str:
 def _check_activation(fields: Fields, name: str, default: str, supported: tuple[str, ...]) -> None:
     if (activation := fields.string(name, default)) not in supported:
         raise fields.error(name, f"{activation!r} is not supported; supported: {supported[0]}")
-
-
-def _refuse_quantized(fields: Fields) -> None:
-    if fields.get("quantization_config") is not None:
-        raise fields.error(
-            "quantization_config",
-            "is set: quantized Hugging Face checkpoints are not supported; use the "
-            "unquantized checkpoint or a GGUF file",
-        )
 
 
 def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 
+from octavo.execution.models.fp8 import Fp8Quantization, dequantize
 from octavo.execution.models.parallel import TensorParallel
 from octavo.execution.models.weights import Weights
 
@@ -66,7 +67,8 @@ class Linear:
 
     ``parts`` are ``(name, out_features)`` pairs; tensors are ``name.weight`` and ``name.bias``.
     ``x`` is ``[rows, in]``, of this rank's share of the input where ``split`` is ``row``.
-    Call ``load`` and then ``prepare`` before use.
+    Call ``load`` and then ``prepare`` before use. A ``weight`` of float8_e4m3fn has ``scales``,
+    float32 ``[out]``.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Linear:
         elif split == "row":
             self.local_in = parallel.share(in_features, f"the columns of {self.parts[0][0]}")
         self.weight: torch.Tensor | None = None
+        self.scales: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.num_bytes = 0
         self._packed: torch.Tensor | None = None
@@ -107,7 +110,9 @@ class Linear:
         return bool(self._quantized)
 
     def kinds(self) -> set[str]:
-        """Widths of the quantized parts: ``int4``, ``int8``; empty for floats."""
+        """Widths of the quantized parts: ``int4``, ``int8``, ``fp8``; empty for wider floats."""
+        if self.scales is not None:
+            return {"fp8"}
         return {f"int{part.bits}" for part in self._quantized}
 
     def load(
@@ -115,14 +120,17 @@ class Linear:
         weights: Weights,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: Quantization | None = None,
+        quantization: Quantization | Fp8Quantization | None = None,
     ) -> None:
         """Read this rank's shard of every part."""
         for name, out in self.parts:
             weights.check(f"{name}.weight", (out, self.in_features))
             if self.has_bias:
                 weights.check(f"{name}.bias", (out,))
-        if quantization is not None:
+        found = None
+        if isinstance(quantization, Fp8Quantization):
+            found = quantization.load(self, weights, dtype, device)
+        elif quantization is not None:
             self._quantized = quantization.load(self, weights)
             self._quantize = quantization.quantize_inputs
         num_rows = sum(self.local_outs)
@@ -132,14 +140,25 @@ class Linear:
             self._load_biases(weights)
             self.num_bytes = sum(part.num_bytes for part in self._quantized)
             return
-        self.weight = torch.empty(num_rows, self.local_in, dtype=dtype, device=device)
+        if found is not None:
+            self.weight, self.scales = found
+        else:
+            self.weight = self._load_plain(weights, num_rows, dtype, device)
+        self._load_biases(weights)
+        self.num_bytes = sum(
+            part.nbytes for part in (self.weight, self.scales, self.bias) if part is not None
+        )
+
+    def _load_plain(
+        self, weights: Weights, num_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        weight = torch.empty(num_rows, self.local_in, dtype=dtype, device=device)
         row = 0
         for shard in self.shards():
             rows = slice(row, row + shard.num_rows)
-            weights.copy(shard.name, shard.shape, self.weight[rows], shard.axis, shard.start)
+            weights.copy(shard.name, shard.shape, weight[rows], shard.axis, shard.start)
             row += shard.num_rows
-        self._load_biases(weights)
-        self.num_bytes = self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return weight
 
     def shards(self) -> list[Shard]:
         """This rank's slice of every part's weight."""
@@ -181,6 +200,8 @@ class Linear:
             return
         if self.weight is None:
             raise RuntimeError(f"{self.parts[0][0]} was prepared before it was loaded")
+        if self.scales is not None:
+            return
         self.dtype = self.weight.dtype
         if packs(self.weight.dtype, self.weight.device):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
@@ -195,6 +216,13 @@ class Linear:
             y = self._multiply_quantized(x)
             return self.parallel.all_reduce(y) if self.sums else y
         assert isinstance(x, torch.Tensor)
+        if self.scales is not None:
+            # By no kernel of its own: the families that run on a GPU multiply in `FusedDecoder`.
+            assert self.weight is not None
+            plain = torch.empty_like(self.weight, dtype=x.dtype)
+            dequantize(self.weight, self.scales, plain)
+            y = F.linear(x, plain, self.bias)
+            return self.parallel.all_reduce(y) if self.sums else y
         if x.dtype != self.dtype:  # beside quantized layers, whose outputs are fp32
             x = x.to(self.dtype)
         if self._packed is not None:

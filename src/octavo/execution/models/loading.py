@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from octavo.core.gguf_file import GGUFFile
 from octavo.core.model_config import ModelConfig, ModelLoadError
 from octavo.execution.models.decoder import Decoder
 from octavo.execution.models.dummy_weights import DummyWeights
+from octavo.execution.models.fp8_checkpoint import Fp8Checkpoint
 from octavo.execution.models.gguf_config import gguf_config
 from octavo.execution.models.gguf_weights import GGUFWeights
 from octavo.execution.models.hf_config import DTYPES, load_hf_config
@@ -20,6 +22,7 @@ from octavo.execution.models.registry import MODELS
 from octavo.execution.models.safetensors_weights import SafetensorsWeights
 from octavo.execution.models.weights import Weights
 
+logger = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -56,6 +59,9 @@ def load_model(
     resolved = resolve_dtype(config, dtype, device)
     if max_positions is not None and max_positions < 1:
         raise ValueError(f"max_positions must be at least 1, got {max_positions}")
+    scales = None
+    if isinstance(tensors, Fp8Checkpoint):
+        scales = tensors.kv_scales(config.num_layers, config.num_kv_heads)
     return Decoder(
         MODELS[config.architecture],
         config,
@@ -64,7 +70,8 @@ def load_model(
         device=torch.device(device),
         parallel=parallel,
         max_positions=max_positions or config.max_position_embeddings,
-        quantization=resolve_quantization(weights, resolved, torch.device(device)),
+        quantization=resolve_quantization(weights, resolved, torch.device(device), tensors),
+        kv_scales=scales,
     )
 
 
@@ -106,4 +113,15 @@ def _open(path: Path, load_format: str) -> tuple[ModelConfig, Weights]:
         return load_hf_config(path), DummyWeights()
     if not path.is_dir():
         raise ModelLoadError(f"{path}: is neither a directory nor a .gguf file")
-    return load_hf_config(path), SafetensorsWeights(path)
+    config = load_hf_config(path)
+    tensors = SafetensorsWeights(path)
+    if config.fp8 is None:
+        return config, tensors
+    if config.fp8.inputs != "token":
+        logger.info(
+            "%s: was made for inputs of products in %s; on a GPU they are rounded to fp8 by a "
+            "scale for each token, and its input_scale is not used",
+            path,
+            "fp8 by a static scale" if config.fp8.inputs == "tensor" else "their own dtype",
+        )
+    return config, Fp8Checkpoint(tensors)

@@ -1,4 +1,4 @@
-"""Which weights run in 4 or 8 bits on a CPU, and from where: as the file stores them, or rounded.
+"""Which weights run in 4 or 8 bits, and from where: as the file stores them, or rounded.
 
 Importing it loads no kernels; they are loaded with the first quantized layer.
 """
@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.execution.models.fp8 import Fp8Quantization
+from octavo.execution.models.fp8_checkpoint import Fp8Checkpoint
 from octavo.execution.models.layers import Linear, Shard
 from octavo.execution.models.weights import QuantizedRows, Weights
 
 if TYPE_CHECKING:
     from octavo.execution.models.quantized import PackedWeight, QuantizedInputs
 
-WEIGHT_MODES = ("auto", "bf16", "int8", "int4")
+WEIGHT_MODES = ("auto", "bf16", "fp8", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,14 @@ class WeightQuantization:
 
 
 def resolve_quantization(
-    mode: str, dtype: torch.dtype, device: torch.device
-) -> WeightQuantization | None:
-    """What ``mode`` (one of ``WEIGHT_MODES``) means for this dtype and machine; None: floats.
+    mode: str, dtype: torch.dtype, device: torch.device, weights: Weights | None = None
+) -> WeightQuantization | Fp8Quantization | None:
+    """What ``mode`` (one of ``WEIGHT_MODES``) means for this dtype and machine, and for
+    ``weights`` that may be fp8; None: floats of ``dtype``.
 
-    ``auto`` never quantizes a model that runs in fp32, which is asked for to be exact, nor
-    weights that are not quantized already.
+    ``fp8`` takes what a checkpoint stores so, and of any other rounds the projections. ``auto``
+    keeps fp8 on a GPU, and on a CPU makes ``dtype`` of it. It never quantizes a model that runs in
+    fp32, which is asked for to be exact, nor weights that are not quantized already.
 
     Raises:
         ValueError: ``int8`` or ``int4`` where they cannot run.
@@ -82,6 +86,9 @@ def resolve_quantization(
         raise ValueError(f"weights must be one of {', '.join(WEIGHT_MODES)}, got {mode!r}")
     if mode == "bf16":
         return None
+    if mode == "fp8" or (mode == "auto" and device.type == "cuda" and dtype != torch.float32):
+        checkpoint = weights if isinstance(weights, Fp8Checkpoint) else None
+        return Fp8Quantization(checkpoint, rounds=mode == "fp8")
     obstacle = _obstacle(device)
     if mode == "auto":
         is_exact = dtype == torch.float32

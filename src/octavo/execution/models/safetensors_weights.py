@@ -37,13 +37,37 @@ class SafetensorsWeights:
                 self._places[_full_name(name)] = (path, file, name)
         self._unused = set(self._places)
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def names(self) -> set[str]:
+        return set(self._places)
+
+    def dtype_name(self, name: str) -> str | None:
+        """As the file spells it: ``BF16``, ``F8_E4M3``; None where there is no such tensor."""
+        if name not in self._places:
+            return None
+        _, file, stored = self._places[name]
+        dtype: str = file.get_slice(stored).get_dtype()
+        return dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole of a small tensor, such as scales, of any shape."""
+        if name not in self._places:
+            check_shape(self.path, name, None, ())
+        path, file, stored = self._places[name]
+        try:
+            tensor: torch.Tensor = file.get_tensor(stored)
+        except SafetensorError as error:
+            raise ModelLoadError(f"{path}: tensor {name} cannot be read: {error}") from error
+        self._unused.discard(name)
+        return tensor
+
+    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = ()) -> None:
+        """``dtypes`` are taken beside the plain ones."""
         if name not in self._places:
             check_shape(self.path, name, None, shape)
         path, file, stored = self._places[name]
         tensor = file.get_slice(stored)
         check_shape(path, name, tensor.get_shape(), shape)
-        if tensor.get_dtype() not in DTYPES:
+        if tensor.get_dtype() not in DTYPES + dtypes:
             raise ModelLoadError(
                 f"{path}: tensor {name} is {tensor.get_dtype()}; supported: {', '.join(DTYPES)}"
             )

@@ -14,9 +14,12 @@ import numpy as np
 
 from octavo.core.plan import (
     NULL_BLOCK,
+    CreateBlocks,
     IntArray,
     KVCapacity,
     MapBlocks,
+    ReleaseBlocks,
+    ResizedBlocks,
     StepLogprobs,
     StepPlan,
     StepResult,
@@ -117,6 +120,10 @@ class ToyExecutor:
         self.seed = [0] * max_rows
         self.num_logprobs: list[int | None] = [None] * max_rows
         self.fail_steps: set[int] = set()
+        # Blocks without memory, and how many there can be with it.
+        self.absent: set[int] = set()
+        self.max_present: int | None = None
+        self.refuses_release = False
         self.plans: list[StepPlan] = []
         self._eager = eager
         self._queue: deque[StepPlan | StepResult | StepError] = deque()
@@ -151,6 +158,7 @@ class ToyExecutor:
         ):
             self.tables[row][index] = block_id
         transfers = []
+        resized: ResizedBlocks | None = None
         ahead: list[MapBlocks] = []
         self._is_mapped = plan.batch.is_mapped
         for command in plan.commands:
@@ -161,6 +169,10 @@ class ToyExecutor:
                     ahead.append(command)
                 else:
                     self.mmu.obey(command)
+                continue
+            if isinstance(command, CreateBlocks | ReleaseBlocks):
+                assert not len(plan.batch.rows), "the pool is resized in a step of its own"
+                resized = self._resize(command)
                 continue
             if isinstance(command, SwapOut):
                 self._copy(self.arena, command.block_ids, self.host, command.host_block_ids)
@@ -193,7 +205,39 @@ class ToyExecutor:
         if fails:
             return StepError(f"step {plan.step_id} was told to fail")
         logprobs = self._logprobs(plan.sampled_rows().tolist(), tokens)
-        return StepResult(plan.step_id, int_array(tokens), tuple(transfers), logprobs)
+        return StepResult(
+            plan.step_id, int_array(tokens), tuple(transfers), logprobs, resized=resized
+        )
+
+    @property
+    def num_present(self) -> int:
+        return len(self.arena) - len(self.absent)
+
+    def _resize(self, command: CreateBlocks | ReleaseBlocks) -> ResizedBlocks:
+        block_ids = command.block_ids.tolist()
+        assert block_ids == sorted(set(block_ids))
+        assert NULL_BLOCK not in block_ids
+        nothing = int_array([])
+        if isinstance(command, CreateBlocks):
+            if self.max_present is not None and self.num_present + len(block_ids) > self.max_present:
+                return ResizedBlocks(nothing, "no memory")
+            for block_id in block_ids:
+                if block_id == len(self.arena):
+                    self.arena.append([])
+                else:
+                    self.absent.remove(block_id)
+                self.arena[block_id] = [0] * self.capacity.block_size
+            return ResizedBlocks(command.block_ids)
+        if self.refuses_release:
+            return ResizedBlocks(nothing, "not given back")
+        for block_id in block_ids:
+            assert block_id not in self.absent
+            for slot in self.mmu.slots if self.mmu is not None else ():
+                assert block_id not in slot.values(), "a slot shows memory that goes"
+            # Whoever reads or writes it now fails.
+            self.arena[block_id] = []
+        self.absent.update(block_ids)
+        return ResizedBlocks(command.block_ids)
 
     def _fork(self, plan: StepPlan) -> None:
         forks = plan.row_forks

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from octavo.core.layout import num_blocks_for
-from octavo.core.plan import CopyBlocks, KVCommand, MapBlocks, SwapIn, SwapOut
+from octavo.core.plan import CopyBlocks, KVCommand, MapBlocks, ReleaseBlocks, SwapIn, SwapOut
 from octavo.memory.paged import PagedManager
 from octavo.memory.swap import SwappedTable
 from octavo.memory.virtual import VirtualManager
@@ -458,7 +458,9 @@ class PagedMachine(RuleBasedStateMachine):
         self.paged = self.make()
         self.host = np.full((8, SIZE), -1, dtype=np.int64)
         self.swapped: list[tuple[list[SwappedTable], list[list[int]], list[bytes]]] = []
-        self.arena = np.full((13, SIZE), -1, dtype=np.int64)
+        self.arena = np.full((17, SIZE), -1, dtype=np.int64)
+        self.num_blocks = 12
+        self.absent: set[int] = set()
         self.model: dict[int, list[int]] = {}
         self.salts: dict[int, bytes] = {}
         self.tables: dict[int, dict[int, int]] = {}
@@ -643,9 +645,46 @@ class PagedMachine(RuleBasedStateMachine):
         else:
             assert before == (self.paged.block_ids(row).tolist(), self.paged.num_free_blocks)
 
+    @rule(count=st.integers(1, 8))
+    def shrink(self, count: int) -> None:
+        idle = self.paged.num_free_blocks
+        cached = [b for b in range(1, self.paged.pool.num_blocks) if self.paged.pool.is_cached(b)]
+        commands = self.paged.remove_idle(count)
+        if not idle:
+            assert not commands
+            return
+        *mapping, release = commands
+        assert isinstance(release, ReleaseBlocks)
+        gone = set(release.block_ids.tolist())
+        assert len(gone) == min(count, idle)
+        assert gone.isdisjoint(self.absent)
+        if count <= idle - len(cached):
+            assert gone.isdisjoint(cached), "cached blocks go last"
+        for command in mapping:
+            assert isinstance(command, MapBlocks)
+            self.mmu.obey(command)
+        for slot in self.mmu.slots:
+            assert gone.isdisjoint(slot.values()), "a slot shows memory that goes"
+        self.arena[sorted(gone)] = -99
+        self.absent |= gone
+        self.num_blocks -= len(gone)
+        assert self.paged.num_usable_blocks == self.num_blocks
+
+    @precondition(lambda self: self.num_blocks < 16)
+    @rule(count=st.integers(1, 8))
+    def widen(self, count: int) -> None:
+        """Not beyond what the toy arena has."""
+        new = self.paged.missing_blocks(min(count, 16 - self.num_blocks))
+        self.paged.add_blocks(new)
+        assert new.tolist() == sorted(set(new.tolist()))
+        self.absent -= set(new.tolist())
+        self.arena[new] = 0
+        self.num_blocks += len(new)
+        assert self.paged.num_usable_blocks == self.num_blocks
+
     @precondition(lambda self: 0 < len(self.model) < self.rows)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), shrink=st.integers(0, 3))
+    def fork(self, data: st.DataObject, shrink: int) -> None:
         parent = data.draw(st.sampled_from(sorted(self.model)))
         child = next(r for r in range(self.rows) if r not in self.model)
         length = len(self.model[parent])
@@ -655,6 +694,9 @@ class PagedMachine(RuleBasedStateMachine):
         self.model[child] = list(self.model[parent])
         self.salts[child] = self.salts[parent]
         self.tables[child] = dict(enumerate(self.paged.block_ids(child).tolist()))
+        if shrink:
+            # Before the fork is told.
+            self.shrink(shrink)
 
     @precondition(lambda self: bool(self.model))
     @rule(data=st.data(), grow_first=st.booleans())

@@ -94,6 +94,7 @@ class Harness:
         sharing: bool = True,
         kv: str | None = None,
         max_mapped_blocks: int | None = None,
+        max_blocks: int | None = 200,
     ) -> None:
         options: dict[str, Any] = {
             "prefix_caching": prefix_caching,
@@ -117,6 +118,7 @@ class Harness:
             max_model_len=max_model_len,
             max_queued_requests=max_queued_requests,
             preemption=PreemptionPolicy(mode=preemption),
+            max_blocks=max_blocks,
         )
         self.scheduler = Scheduler(config, self.manager)
         self.executor = ToyExecutor(num_blocks, block_size, max_num_seqs, eager=eager, mmu=self.mmu)

@@ -192,7 +192,24 @@ class MapBlocks:
         return len(self.slots)
 
 
-KVCommand: TypeAlias = MapBlocks | CopyBlocks | SwapOut | SwapIn
+@dataclass(frozen=True, slots=True, eq=False)
+class CreateBlocks:
+    """Give the pool memory for ``block_ids``, which have none: ascending ids, read as zeros, all of
+    them or none. Comes in a plan whose batch is empty."""
+
+    block_ids: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReleaseBlocks:
+    """Give the memory of ``block_ids`` back to the system. No step that was launched names them, and
+    no slot shows them once the `MapBlocks` before it is obeyed. Comes in a plan whose batch is
+    empty."""
+
+    block_ids: IntArray
+
+
+KVCommand: TypeAlias = MapBlocks | CopyBlocks | SwapOut | SwapIn | CreateBlocks | ReleaseBlocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -287,27 +304,39 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ResizedBlocks:
+    """What became of a plan's `CreateBlocks` or `ReleaseBlocks`: the blocks that have memory now, or
+    have none any more. ``error`` says why that is not all of them."""
+
+    block_ids: IntArray
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """``token_ids[i]`` was sampled for ``plan.sampled_rows()[i]``; ``finished_transfers`` are the
     swaps whose blocks have arrived. ``logprobs`` and ``prompt_logprobs`` are for the rows that
-    asked."""
+    asked. ``resized`` answers a plan that resizes the pool."""
 
     step_id: int
     token_ids: IntArray
     finished_transfers: tuple[int, ...] = ()
     logprobs: StepLogprobs | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    resized: ResizedBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KVCapacity:
     """What the workers report once, at start: ids ``0 .. num_blocks - 1``, block 0 included, and
-    as many more in host memory for swapping."""
+    as many more in host memory for swapping. The pool may be resized to ids below ``max_blocks``
+    (None: it is one allocation and stays as it is)."""
 
     num_blocks: int
     block_size: int
     block_bytes: int
     num_host_blocks: int = 0
+    max_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,20 @@ class KVManager(Protocol):
     def num_to_pin(self, token_ids: IntArray, *, salt: bytes = b"") -> int:
         """How many full blocks of ``token_ids`` are not pinned yet."""
 
+    def remove_idle(self, count: int) -> tuple[KVCommand, ...]:
+        """Take up to ``count`` blocks out of the pool, free ones first, then cached ones, the
+        longest unused first; fewer where the others are referenced.
+
+        Returns:
+            What gives their memory back, for a plan of its own; nothing when none is idle.
+        """
+
+    def missing_blocks(self, count: int) -> IntArray:
+        """The ids that a pool of ``count`` more blocks would have, ascending."""
+
+    def add_blocks(self, block_ids: IntArray) -> None:
+        """Blocks that were missing, or removed, have memory: they are free."""
+
     def grow(self, row: int, num_tokens: int, *, reserve: int = 0) -> bool:
         """Make positions below ``num_tokens`` writable, leaving ``reserve`` blocks free; False
         when blocks are missing."""

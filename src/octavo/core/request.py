@@ -34,6 +34,18 @@ class QueueFullError(RuntimeError):
     """Too many requests wait; trying again later helps."""
 
 
+class AsleepError(RequestError):
+    """The pool's memory was given back; nothing can be served until the engine is woken up."""
+
+
+class PoolSizeError(ValueError):
+    """The pool cannot have this size; the message says which it may have."""
+
+
+class PoolBusyError(RuntimeError):
+    """The pool cannot be resized now, or the machine did not give or take the memory."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """What the engine knows of a client's request.

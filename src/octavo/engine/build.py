@@ -73,6 +73,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         max_queued_requests=config.max_queued_requests,
         preemption=_preemption_policy(config.preemption, mechanism),
         finds_prefix_groups=mechanism.finds_prefix_groups and config.sharing,
+        max_blocks=capacity.max_blocks,
     )
     core = EngineCore(Scheduler(scheduler_config, manager), mechanism.executor, limits.depth)
     report = EngineReport(

@@ -136,7 +136,13 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
             f"{limits.path}: the model computes no numbers ({error}); its weights are damaged, or "
             f"do not fit {str(model.dtype).removeprefix('torch.')}"
         ) from error
-    capacity = KVCapacity(num_blocks, layout.block_size, layout.block_bytes, host_blocks)
+    capacity = KVCapacity(
+        num_blocks,
+        layout.block_size,
+        layout.block_bytes,
+        host_blocks,
+        arena.max_blocks if isinstance(arena, VirtualArena) else None,
+    )
     num_measured = min(limits.max_num_batched_tokens, most_tokens)
     return Mechanism(
         executor=InProcessExecutor(runner, capacity, threaded=limits.depth > 1),

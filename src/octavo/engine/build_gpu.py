@@ -101,10 +101,17 @@ class GPUParts:
             page_bytes = _page_bytes(device)
             self.layout = mappable_layout(self.layout, block_size, limits.max_model_len, page_bytes)
 
-    def runner(self, num_blocks: int, num_host_blocks: int = 0, capture: bool = True) -> GPURunner:
-        """A runner over a pool of ``num_blocks``, the null block included."""
+    def runner(
+        self,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        capture: bool = True,
+        max_blocks: int | None = None,
+    ) -> GPURunner:
+        """A runner over a pool of ``num_blocks``, the null block included; under ``virtual`` one
+        that can grow to ``max_blocks``."""
         model, limits = self.model, self.limits
-        arena = self._arena(num_blocks, num_host_blocks)
+        arena = self._arena(num_blocks, num_host_blocks, max_blocks)
         backend = StockAttention if self.attention == "stock" else PagedAttention
         attention = backend(
             arena,
@@ -130,7 +137,9 @@ class GPUParts:
             capture=capture,
         )
 
-    def _arena(self, num_blocks: int, num_host_blocks: int) -> DeviceArena:
+    def _arena(
+        self, num_blocks: int, num_host_blocks: int, max_blocks: int | None
+    ) -> DeviceArena:
         sizes = (self.layout, num_blocks, self.kv_dtype, self.device, num_host_blocks)
         if not self.is_virtual:
             return DeviceArena(*sizes)
@@ -141,6 +150,7 @@ class GPUParts:
             num_slots=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             pages=kind(self.layout.block_bytes),
+            max_blocks=max_blocks,
         )
 
 
@@ -206,7 +216,10 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         host_blocks = num_host_blocks(
             config.swap_memory, parts.layout.block_bytes, host.available_bytes()
         )
-        runner = parts.runner(num_blocks, host_blocks)
+        # Address space is free: the pool may grow to all that the device has.
+        device_bytes = torch.cuda.get_device_properties(device.torch_device).total_memory
+        max_blocks = max(num_blocks, device_bytes // parts.layout.block_bytes)
+        runner = parts.runner(num_blocks, host_blocks, max_blocks=max_blocks)
         slots = None
         if runner.arena.slots is not None:
             # Forking by mapping costs 8 ms for 2K tokens here, and a copy-on-write waits.
@@ -225,7 +238,11 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
             f"do not fit {str(model.dtype).removeprefix('torch.')}"
         ) from error
     capacity = KVCapacity(
-        num_blocks, parts.layout.block_size, parts.layout.block_bytes, host_blocks
+        num_blocks,
+        parts.layout.block_size,
+        parts.layout.block_bytes,
+        host_blocks,
+        max_blocks if parts.is_virtual else None,
     )
     num_measured = min(limits.max_num_batched_tokens, most_tokens - 2)
     return Mechanism(
@@ -315,7 +332,8 @@ def _measured_workspace(parts: GPUParts) -> int:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     runner = parts.runner(layout.num_blocks(num_tokens + 2) + 1, capture=False)
-    pool_bytes = runner.arena.kv.nbytes
+    # Driver pages are not the allocator's.
+    pool_bytes = 0 if parts.is_virtual else runner.arena.kv.nbytes
     warm_up(runner, num_tokens)
     with torch.inference_mode():
         shape = (limits.max_num_seqs, parts.model.config.hidden_size)

@@ -15,6 +15,7 @@ from octavo.core.layout import (
     num_blocks_for,
 )
 from octavo.engine.mechanism import Limits
+from octavo.execution import host
 from octavo.execution.pages.interface import PageError
 from octavo.execution.virtual_arena import VirtualArena
 
@@ -60,6 +61,7 @@ def build_slots(
             num_host_blocks,
             num_slots=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
+            max_blocks=host.total_bytes() // layout.block_bytes,
         )
     except PageError as error:
         raise ConfigError(f"kv=virtual: {error}; or use kv=paged") from error

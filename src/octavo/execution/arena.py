@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 
 from octavo.core.layout import KVLayout
-from octavo.core.plan import CopyBlocks, IntArray, KVCommand, MapBlocks, SwapOut
+from octavo.core.plan import (
+    CopyBlocks,
+    IntArray,
+    KVCommand,
+    MapBlocks,
+    ResizedBlocks,
+    SwapIn,
+    SwapOut,
+)
 from octavo.execution.pages import plain
 
 
@@ -35,6 +43,10 @@ class Arena:
     def _shaped(self, memory: torch.Tensor, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
         return memory.view(dtype).view(num_blocks, *self.layout.block_shape())
 
+    def take_resized(self) -> ResizedBlocks | None:
+        """What became of the pool's memory in the plan that was obeyed last, where that resized."""
+        return None
+
     def obey(self, commands: tuple[KVCommand, ...]) -> tuple[int, ...]:
         """Run a plan's commands in order.
 
@@ -47,6 +59,7 @@ class Arena:
             if isinstance(command, CopyBlocks):
                 _copy(self.kv, command.sources, self.kv, command.destinations)
                 continue
+            assert isinstance(command, SwapOut | SwapIn), "the plan resizes a pool that cannot be"
             assert self.host is not None, "the plan swaps, but there is no host memory"
             if isinstance(command, SwapOut):
                 _copy(self.kv, command.block_ids, self.host, command.host_block_ids)

@@ -31,6 +31,9 @@ class Device(Protocol):
 
     def event(self) -> Event: ...
 
+    def synchronize(self) -> None:
+        """Wait for everything that was started, on every queue."""
+
     def pinned(self, num_ints: int) -> torch.Tensor:
         """Int32 host memory that the device copies from and to without waiting."""
 
@@ -53,6 +56,9 @@ class CUDADevice:
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
 
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
@@ -97,6 +103,9 @@ class PlainDevice:
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        pass
 
     def event(self) -> _Done:
         return _Done()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from octavo.core.layout import KVLayout
-from octavo.core.plan import CopyBlocks, IntArray, KVCommand, SwapIn, SwapOut
+from octavo.core.plan import CopyBlocks, IntArray, KVCommand, ResizedBlocks, SwapIn, SwapOut
 from octavo.execution.device import CUDADevice, Device, Event
 from octavo.execution.slots import Slots
 
@@ -59,6 +59,10 @@ class DeviceArena:
     @property
     def slots(self) -> Slots | None:
         """Contiguous addresses of rows; None under `paged`."""
+        return None
+
+    def take_resized(self) -> ResizedBlocks | None:
+        """What became of the pool's memory in the plan that was obeyed last, where that resized."""
         return None
 
     def obey(self, commands: tuple[KVCommand, ...]) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from octavo.core.plan import (
     IntArray,
     MapBlocks,
     PromptLogprobs,
+    ResizedBlocks,
     RowInit,
     StepLogprobs,
     StepPlan,
@@ -58,6 +59,7 @@ class PendingStep:
     transfers: tuple[int, ...] = ()
     logprobs: StepLogprobs | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    resized: ResizedBlocks | None = None
 
 
 class GPURunner:
@@ -170,6 +172,7 @@ class GPURunner:
             self.arena.arrived(pending.transfers, wait=not pending.num_sampled),
             logprobs=pending.logprobs,
             prompt_logprobs=pending.prompt_logprobs,
+            resized=pending.resized,
         )
 
     def _pending(
@@ -196,6 +199,7 @@ class GPURunner:
             transfers,
             logprobs,
             prompts,
+            self.arena.take_resized(),
         )
 
     def _await_readers(self, plan: StepPlan) -> None:

@@ -17,6 +17,13 @@ def available_bytes() -> int:
     return available
 
 
+def total_bytes() -> int:
+    """All of the host's memory, or what the control group may have of it."""
+    limit = _read_number(Path("/sys/fs/cgroup/memory.max"))
+    total = _meminfo()["MemTotal"]
+    return total if limit is None else min(limit, total)
+
+
 def num_physical_cores() -> int:
     """Cores this process may run on, hyper-threads counted once: two threads that share a core
     compute no faster than one, and wait for each other."""

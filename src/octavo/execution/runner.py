@@ -74,7 +74,9 @@ class Runner:
         arrived = self._apply(plan)
         batch = plan.batch
         if not len(batch.rows):
-            return StepResult(plan.step_id, int_array([]), arrived)
+            return StepResult(
+                plan.step_id, int_array([]), arrived, resized=self.arena.take_resized()
+            )
         starts = self.position[batch.rows]
         # Advanced first: a step that fails must not put the one behind it out of step.
         self.position[batch.rows] = starts + batch.num_scheduled_tokens

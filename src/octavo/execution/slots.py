@@ -53,9 +53,12 @@ class Slots:
         # Places of a slot are mapped from its start on, so that each is at most one mapping to the
         # host, whatever blocks it shows, and each slot ends in at most one hole.
         self.max_mapped_blocks = num_slots * self.num_places
+        # What the system allows beside them; None: any number.
+        self.num_spare_mappings: int | None = None
         if pages.max_mappings is not None:
             free = pages.max_mappings - pages.num_mappings - num_slots
             self.max_mapped_blocks = max(min(self.max_mapped_blocks, free), 0)
+            self.num_spare_mappings = max(free - self.max_mapped_blocks, 0)
         self._num_null = 0
         self.mapper = Mapper(pages, addresses, self.num_places, num_slots)
 

@@ -18,10 +18,18 @@ from collections.abc import Callable
 import torch
 
 from octavo.core.layout import KVLayout
-from octavo.core.plan import IntArray, KVCommand, MapBlocks
+from octavo.core.plan import (
+    CreateBlocks,
+    IntArray,
+    KVCommand,
+    MapBlocks,
+    ReleaseBlocks,
+    ResizedBlocks,
+)
 from octavo.execution.arena import Arena
-from octavo.execution.pages.interface import AddressRange, Pages
+from octavo.execution.pages.interface import Pages
 from octavo.execution.pages.memfd import MemfdPages
+from octavo.execution.pool_view import PoolView
 from octavo.execution.slots import Slots
 
 
@@ -29,7 +37,8 @@ class VirtualArena(Arena):
     """An arena whose blocks can be mapped in ``num_slots`` slots of ``max_model_len`` tokens.
 
     ``slots`` is their tensor, see `Slots`. ``layout.block_bytes`` is a whole number of the pages'
-    granularity; ``pages`` are by default the host's.
+    granularity; ``pages`` are by default the host's. The pool can grow to ``max_blocks``, for which
+    ``kv`` has addresses.
 
     Raises:
         PageError: the host refuses memory or addresses.
@@ -45,7 +54,9 @@ class VirtualArena(Arena):
         num_slots: int,
         max_model_len: int,
         pages: Pages | None = None,
+        max_blocks: int | None = None,
     ) -> None:
+        self.max_blocks = max(max_blocks or 0, num_blocks)
         self.pages = pages or MemfdPages(layout.block_bytes)
         close_at_end(self, self.pages.close)
         super().__init__(layout, num_blocks, dtype, num_host_blocks)
@@ -53,10 +64,12 @@ class VirtualArena(Arena):
         close_at_end(self, self._slots.mapper.close)
         self.slots = self._slots.tensor
         self.max_mapped_blocks = self._slots.max_mapped_blocks
+        self._pool.max_pieces = self._slots.num_spare_mappings
+        self._resized: ResizedBlocks | None = None
 
     def _allocate_pool(self, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
-        memory = self.pages.tensor(map_pool(self.pages, num_blocks))
-        return self._shaped(memory, num_blocks, dtype)
+        self._pool = PoolView(self.pages, num_blocks, self.max_blocks)
+        return self._shaped(self._pool.tensor(), self.max_blocks, dtype)
 
     @property
     def num_mapped_blocks(self) -> int:
@@ -70,9 +83,16 @@ class VirtualArena(Arena):
         for command in commands:
             if isinstance(command, MapBlocks):
                 self._slots.order(command)
+            elif isinstance(command, CreateBlocks | ReleaseBlocks):
+                self.settle()
+                self._resized = self._pool.resize(command, self._slots.mapper.lock)
             else:
                 others.append(command)
         return super().obey(tuple(others))
+
+    def take_resized(self) -> ResizedBlocks | None:
+        resized, self._resized = self._resized, None
+        return resized
 
     def settle(self) -> None:
         """Wait until all that was ordered is mapped, or has failed."""
@@ -81,15 +101,6 @@ class VirtualArena(Arena):
     def require(self, rows: IntArray, lengths: IntArray) -> None:
         """See `Slots.require`."""
         self._slots.require(rows, lengths)
-
-
-def map_pool(pages: Pages, num_blocks: int) -> AddressRange:
-    """Physical memory for a pool, and a view with all of it in order: block i is handle i."""
-    view = pages.reserve(num_blocks)
-    # The first handles are numbered from 0 on.
-    pages.map(view, 0, pages.create(num_blocks))
-    pages.set_access(view, 0, num_blocks)
-    return view
 
 
 def close_at_end(owner: object, close: Callable[[], None]) -> None:

@@ -1,10 +1,11 @@
 """The pool: which block ids are free, which are cached, and how often each is referenced.
 
-Knows no sequences and no tokens. A block is in one of three states::
+Knows no sequences and no tokens. A block is in one of four states::
 
     referenced   references > 0                       a table, a pin or a copy in flight names it
     cached       references = 0, its content has a key   may be shared again, or evicted
     free         references = 0, no key
+    absent       has no memory: the pool was shrunk, and may grow again
 
 Free blocks are handed out last-released-first, so that the memory touched last is touched again,
 or ``oldest_first``, so that one stays free for whoever wants just that one; when none is left, the
@@ -13,6 +14,7 @@ cached block that was released longest ago is evicted.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
@@ -21,7 +23,8 @@ from octavo.core.plan import NULL_BLOCK
 
 
 class BlockPool:
-    """Ids ``1 .. num_blocks - 1`` with reference counts; id 0 is the null block.
+    """Ids ``1 .. num_blocks - 1`` with reference counts; id 0 is the null block. Ids are stable:
+    what `remove_idle` takes out leaves holes, which `add` fills or goes beyond.
 
     Raises:
         ValueError: fewer than two blocks (the null block and one to use).
@@ -46,12 +49,13 @@ class BlockPool:
         # Insertion order is the order of eviction: oldest first.
         self._cached: dict[int, None] = {}
         self._key_of: dict[int, bytes] = {}
+        self._absent: set[int] = set()
         self._block_of: dict[bytes, int] = {}
 
     @property
     def num_usable(self) -> int:
-        """Blocks that sequences can own: all but the null block."""
-        return self.num_blocks - 1
+        """Blocks that sequences can own: all that are there but the null block."""
+        return self.num_blocks - 1 - len(self._absent)
 
     @property
     def num_free(self) -> int:
@@ -124,6 +128,35 @@ class BlockPool:
                 else:
                     self._free[block_id] = None
 
+    # ── resizing ─────────────────────────────────────────────────────────────────────────────
+
+    def remove_idle(self, count: int) -> list[int]:
+        """Take up to ``count`` blocks that nobody references out of the pool: free ones first, the
+        highest ids, so that few holes are left; then cached ones, the longest unused first."""
+        removed = heapq.nlargest(count, self._free)
+        for block_id in list(self._cached)[: count - len(removed)]:
+            self.unpublish(block_id)
+            removed.append(block_id)
+        for block_id in removed:
+            del self._free[block_id]
+        self._absent.update(removed)
+        return removed
+
+    def missing(self, count: int) -> list[int]:
+        """The ids that `add` should bring next: the lowest that are absent, then new ones."""
+        found = heapq.nsmallest(count, self._absent)
+        return found + list(range(self.num_blocks, self.num_blocks + count - len(found)))
+
+    def add(self, block_ids: Iterable[int]) -> None:
+        """Blocks that have memory now are free."""
+        for block_id in block_ids:
+            if block_id == self.num_blocks:
+                self.references.append(0)
+                self.num_blocks += 1
+            else:
+                self._absent.remove(block_id)
+            self._free[block_id] = None
+
     # ── content keys ─────────────────────────────────────────────────────────────────────────
 
     def publish(self, block_id: int, key: bytes) -> bool:
@@ -174,7 +207,12 @@ class BlockPool:
         assert self.references[NULL_BLOCK] == 0, "the null block is referenced"
         assert self._cached.keys() <= self._key_of.keys(), "a cached block has no key"
         assert {k: b for b, k in self._key_of.items()} == self._block_of, "the keys disagree"
+        assert self._absent.isdisjoint(free | self._cached.keys()), "an absent block is idle"
         for block_id in range(1, self.num_blocks):
+            if block_id in self._absent:
+                assert self.references[block_id] == 0, f"block {block_id} is absent but referenced"
+                assert block_id not in self._key_of, f"block {block_id} is absent but has a key"
+                continue
             is_idle = block_id in free or block_id in self._cached
             assert is_idle == (self.references[block_id] == 0), (
                 f"block {block_id}: idle={is_idle}, references={self.references[block_id]}"

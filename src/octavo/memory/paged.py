@@ -27,6 +27,7 @@ from octavo.core.plan import (
     KVCommand,
     KVUsage,
     PrefixGroup,
+    ReleaseBlocks,
     SwapIn,
     SwapOut,
     TableDeltas,
@@ -201,6 +202,18 @@ class PagedManager:
         keys = SequenceKeys(self.block_size, salt)
         keys.extend(token_ids)
         return self._find(keys, len(keys))
+
+    # ── resizing the pool ────────────────────────────────────────────────────────────────────
+
+    def remove_idle(self, count: int) -> tuple[KVCommand, ...]:
+        removed = sorted(self.pool.remove_idle(count))
+        return (ReleaseBlocks(int_array(removed)),) if removed else ()
+
+    def missing_blocks(self, count: int) -> IntArray:
+        return int_array(self.pool.missing(count))
+
+    def add_blocks(self, block_ids: IntArray) -> None:
+        self.pool.add(block_ids.tolist())
 
     # ── growing and forking ──────────────────────────────────────────────────────────────────
 

@@ -32,6 +32,7 @@ from octavo.core.plan import (
     IntArray,
     KVCommand,
     MapBlocks,
+    ReleaseBlocks,
     int_array,
 )
 from octavo.memory.paged import PagedManager
@@ -182,6 +183,19 @@ class VirtualManager(PagedManager):
         self._num_unmapped -= int(self._is_unmapped[row])
         self._is_unmapped[row] = False
         self._resting[row] = None
+
+    def remove_idle(self, count: int) -> tuple[KVCommand, ...]:
+        """No slot may show what goes: of each that does, nothing is kept from there on. Whatever is
+        read through a slot beyond such a place is read together with it, and nobody reads that."""
+        commands = super().remove_idle(count)
+        gone = {b for c in commands if isinstance(c, ReleaseBlocks) for b in c.block_ids.tolist()}
+        given = []
+        for row, slot in enumerate(self._slots):
+            first = next((place for place, block in enumerate(slot) if block in gone), len(slot))
+            given += [(row, place, NULL_BLOCK) for place in range(first, len(slot))]
+            del slot[first:]
+        self.num_mapped_blocks -= len(given)
+        return (_map_blocks(given), *commands) if given else commands
 
     # ── what follows for slots ───────────────────────────────────────────────────────────────
 

@@ -23,17 +23,33 @@ from octavo.core.plan import (
 from octavo.scheduling.beam_search import closest_before
 from octavo.scheduling.beams import take_row_changes
 from octavo.scheduling.groups import Group, Launched
+from octavo.scheduling.resizing import PoolResizing
 from octavo.scheduling.state import SchedulerState
 
 
 class Planner:
     """Plans on a `SchedulerState`, which it changes."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, resizing: PoolResizing) -> None:
         self.state = state
+        self._resizing = resizing
+        self._was_resizing = False
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when nothing can run before a result arrives."""
+        """The next step, or None when nothing can run before a result arrives. Steps that resize
+        the pool and others take turns."""
+        if not self._resizing.is_under_way:
+            return self._plan_rows()
+        if self._was_resizing:
+            self._was_resizing = False
+            if (plan := self._plan_rows()) is not None:
+                return plan
+        if (plan := self._resizing.plan()) is not None:
+            self._was_resizing = True
+            return plan
+        return self._plan_rows()
+
+    def _plan_rows(self) -> StepPlan | None:
         num_preemptions = self.state.num_preemptions
         stalled = self._grow_decoding_rows()
         decode = self._current_decode_batch(stalled)

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.core.layout import num_blocks_for
-from octavo.core.request import Finished, FinishReason, RegisteredPrefix, Request, RequestError
+from octavo.core.request import (
+    Finished,
+    FinishReason,
+    PoolSizeError,
+    RegisteredPrefix,
+    Request,
+    RequestError,
+)
 from octavo.scheduling.state import SchedulerState
 
 MAX_PREFIXES = 1024
@@ -71,6 +78,30 @@ class PrefixRegistry:
             self._state.manager.unpin(block_ids)
         return block_ids is not None
 
+    def drop_all(self) -> None:
+        """Stop keeping any, and forget what is cached."""
+        for number in list(self._pinned):
+            self.drop(number)
+        self._state.manager.reset_prefix_cache()
+
+    def check_pool(self, num_blocks: int) -> None:
+        """Raises `PoolSizeError` where a pool of ``num_blocks`` would not leave what it should
+        beside the prefixes."""
+        num_pinned = self._state.manager.num_pinned_blocks
+        needed = self._num_to_leave(num_blocks)
+        if num_pinned and num_blocks - num_pinned < needed:
+            raise PoolSizeError(
+                f"registered prefixes keep {num_pinned} blocks, which would leave "
+                f"{max(num_blocks - num_pinned, 0)} of {num_blocks}, but {needed} must remain for "
+                "requests; drop a prefix, or ask for more"
+            )
+
+    def _num_to_leave(self, num_blocks: int) -> int:
+        """Blocks of ``num_blocks`` that must not be pinned."""
+        size = self._state.manager.block_size
+        needed = num_blocks_for(self._state.config.max_model_len - 1, size)
+        return needed if needed <= num_blocks else -(-num_blocks // 2)
+
     def _pin(self, request: Request, end: Finished) -> RegisteredPrefix:
         manager, token_ids = self._state.manager, request.prompt_token_ids
         number, count = request.number, len(token_ids)
@@ -101,14 +132,13 @@ class PrefixRegistry:
         request that was taken in."""
         manager, size = self._state.manager, self._state.manager.block_size
         num_new = manager.num_to_pin(request.prompt_token_ids, salt=request.cache_salt)
-        left = manager.num_usable_blocks - manager.num_pinned_blocks - num_new
-        needed = num_blocks_for(self._state.config.max_model_len - 1, size)
-        if needed > manager.num_usable_blocks:
-            needed = -(-manager.num_usable_blocks // 2)
+        num_blocks = self._state.num_lasting_blocks
+        left = num_blocks - manager.num_pinned_blocks - num_new
+        needed = self._num_to_leave(num_blocks)
         if left < needed:
             raise RequestError(
                 f"the prefix does not fit: its {num_new} blocks would leave {max(left, 0)} of "
-                f"{manager.num_usable_blocks}, but {needed} must remain for other requests; "
+                f"{num_blocks}, but {needed} must remain for other requests; "
                 "register less, drop a prefix, raise --kv-memory or lower --max-model-len"
             )
         groups = {id(s.group): s.group for s in self._state.sequences.values()}.values()

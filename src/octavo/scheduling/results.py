@@ -11,14 +11,18 @@ from octavo.core.request import BeamResult, Finished, FinishReason, StepOutputs
 from octavo.scheduling.beams import BeamDigest
 from octavo.scheduling.groups import Launched
 from octavo.scheduling.prefixes import PrefixRegistry
+from octavo.scheduling.resizing import PoolResizing
 from octavo.scheduling.state import SchedulerState
 
 
 class ResultDigest:
     """Takes results in the order of launch into a `SchedulerState`."""
 
-    def __init__(self, state: SchedulerState, prefixes: PrefixRegistry) -> None:
+    def __init__(
+        self, state: SchedulerState, prefixes: PrefixRegistry, resizing: PoolResizing
+    ) -> None:
         self.state = state
+        self._resizing = resizing
         self._beams = BeamDigest(state)
         self._prefixes = prefixes
 
@@ -55,6 +59,8 @@ class ResultDigest:
         # Before anybody can take the blocks of a request that has just ended.
         pinned = self._prefixes.settle(finished)
         self.state.release_processed(launched)
+        if result.resized is not None:
+            self._resizing.digest(launched.commands, result.resized)
         return StepOutputs(numbers, token_ids, finished, logprobs, prompts, tuple(beams), pinned)
 
     def fail(self, step_id: int, error: str) -> StepOutputs:
@@ -80,6 +86,7 @@ class ResultDigest:
         self._give_up_transfers(launched)
         pinned = self._prefixes.settle(finished)
         self.state.release_processed(launched)
+        self._resizing.fail(launched.commands, error)
         empty = int_array([])
         return StepOutputs(empty.astype(np.int64), empty, tuple(finished), prefixes=pinned)
 

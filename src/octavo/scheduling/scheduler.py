@@ -11,6 +11,7 @@ from octavo.core.layout import num_blocks_for
 from octavo.core.plan import KVUsage, StepPlan, StepResult
 from octavo.core.protocols import KVManager
 from octavo.core.request import (
+    AsleepError,
     ContextLengthError,
     QueueFullError,
     Request,
@@ -20,6 +21,7 @@ from octavo.core.request import (
 from octavo.scheduling.groups import Group
 from octavo.scheduling.planning import Planner
 from octavo.scheduling.prefixes import PrefixRegistry
+from octavo.scheduling.resizing import PoolResizing
 from octavo.scheduling.results import ResultDigest
 from octavo.scheduling.rows import RowTable
 from octavo.scheduling.state import SchedulerConfig, SchedulerState
@@ -37,9 +39,10 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, manager: KVManager) -> None:
         self.config = config
         self.state = SchedulerState(config, manager)
-        self._planner = Planner(self.state)
         self._prefixes = PrefixRegistry(self.state)
-        self._results = ResultDigest(self.state, self._prefixes)
+        self.resizing = PoolResizing(self.state, self._prefixes)
+        self._planner = Planner(self.state, self.resizing)
+        self._results = ResultDigest(self.state, self._prefixes, self.resizing)
 
     @property
     def manager(self) -> KVManager:
@@ -71,8 +74,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether something runs, waits, or is in flight."""
-        return bool(self.state.sequences or self.state.launched or self.state.releasing)
+        """Whether something runs, waits, or is in flight, or the pool is being resized."""
+        state = self.state
+        return bool(
+            state.sequences or state.launched or state.releasing or self.resizing.is_under_way
+        )
 
     @property
     def has_room(self) -> bool:
@@ -97,10 +103,14 @@ class Scheduler:
             ContextLengthError: it can never fit in the pool, however long it waits.
             RequestError: it has more samples or beams than run at once.
             QueueFullError: ``max_queued_requests`` wait already.
+            AsleepError: the pool's memory was given back.
         """
+        if self.resizing.is_asleep:
+            raise AsleepError("the engine is asleep; wake it up to be served")
         num_blocks = request.num_blocks(self.manager.block_size, sharing=self.manager.sharing)
         is_too_long = request.max_length > self.config.max_model_len
-        if is_too_long or self.manager.can_never_fit(num_blocks):
+        left = self.state.num_lasting_blocks - self.manager.num_pinned_blocks
+        if is_too_long or self.manager.can_never_fit(num_blocks) or num_blocks > left:
             raise ContextLengthError(
                 f"the request may grow to {request.max_length} tokens, {num_blocks} blocks, "
                 f"more than the model's {self.config.max_model_len} tokens or than the KV cache "

@@ -22,7 +22,8 @@ from octavo.scheduling.rows import RowTable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of admission. ``max_num_batched_tokens`` is the token budget of a step;
-    ``finds_prefix_groups`` looks for rows that begin alike, for executors that gain by it."""
+    ``finds_prefix_groups`` looks for rows that begin alike, for executors that gain by it.
+    ``max_blocks`` bounds the ids of a pool that can be resized (None: it cannot)."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -30,6 +31,7 @@ class SchedulerConfig:
     max_queued_requests: int
     preemption: PreemptionPolicy = RECOMPUTE
     finds_prefix_groups: bool = False
+    max_blocks: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -47,6 +49,8 @@ class SchedulerState:
         self.config = config
         self.manager = manager
         self.rows = RowTable(config.max_num_seqs, config.max_model_len)
+        # Blocks that sequences are to have, as far as was decided (see `resizing`).
+        self.target_blocks = manager.num_usable_blocks
         self.num_preemptions = 0
         self.num_swaps = 0
         self.arrivals = 0
@@ -68,6 +72,11 @@ class SchedulerState:
         # beams that have just got a row.
         self.continuing: dict[int, tuple[int, int]] = {}
         self.joining: list[Sequence] = []
+
+    @property
+    def num_lasting_blocks(self) -> int:
+        """Blocks that are there and stay."""
+        return min(self.target_blocks, self.manager.num_usable_blocks)
 
     def forget_group(self, group: Group) -> None:
         """None of the group's sequences is wanted any more."""

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.core.plan import (
+    CreateBlocks,
     FloatArray,
     IntArray,
     KVCapacity,
     MapBlocks,
+    ReleaseBlocks,
+    ResizedBlocks,
     StepLogprobs,
     StepPlan,
     StepResult,
@@ -60,6 +63,7 @@ class SimulatedExecutor:
         self.now_s = 0.0
         # Places that plans have mapped or unmapped so far.
         self.num_mapped = 0
+        self._max_id = self.capacity.num_blocks - 1
         self._latency = latency or FixedLatency()
         self._tokens = tokens
         self._tops = tops
@@ -74,11 +78,15 @@ class SimulatedExecutor:
         plan = self._launched.popleft()
         self.now_s += self._latency.step_seconds(plan)
         rows = plan.sampled_rows()
+        resized = None
         arrived = tuple(c.transfer_id for c in plan.commands if isinstance(c, SwapIn))
         for command in plan.commands:
             if isinstance(command, MapBlocks):
                 self._check_mapping(command)
                 self.num_mapped += len(command)
+            elif isinstance(command, CreateBlocks | ReleaseBlocks):
+                resized = ResizedBlocks(command.block_ids)
+                self._max_id = max(self._max_id, int(command.block_ids.max()))
         for init in plan.row_inits:
             self._num_logprobs.pop(init.row, None)
             if init.num_logprobs is not None:
@@ -88,7 +96,7 @@ class SimulatedExecutor:
         else:
             token_ids = self._tokens(plan, rows)
         logprobs = self._logprobs(plan, rows, token_ids) if self._num_logprobs else None
-        return StepResult(plan.step_id, token_ids, arrived, logprobs)
+        return StepResult(plan.step_id, token_ids, arrived, logprobs, resized=resized)
 
     def _logprobs(self, plan: StepPlan, rows: IntArray, token_ids: IntArray) -> StepLogprobs | None:
         places = [i for i, row in enumerate(rows.tolist()) if row in self._num_logprobs]
@@ -112,7 +120,7 @@ class SimulatedExecutor:
     def _check_mapping(self, command: MapBlocks) -> None:
         places = set(zip(command.slots.tolist(), command.places.tolist(), strict=True))
         assert len(places) == len(command.block_ids), "a place is mapped twice in a step"
-        assert int(command.block_ids.max()) < self.capacity.num_blocks, "no such block"
+        assert int(command.block_ids.max()) <= self._max_id, "no such block"
 
     def close(self) -> None:
         self._launched.clear()

@@ -76,6 +76,9 @@ class CudaPages:
     def max_mappings(self) -> int | None:
         return None
 
+    def num_available(self) -> None:
+        return None
+
     def reserve(self, num_places: int) -> AddressRange:
         self._ledger.check_count(num_places, "num_places")
         num_bytes = num_places * self.block_bytes

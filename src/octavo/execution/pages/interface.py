@@ -92,6 +92,10 @@ class Pages(Protocol):
         """How many mappings there may be; None: as many as fit."""
         ...
 
+    def num_available(self) -> int | None:
+        """How many more blocks there is memory for; None: only trying tells."""
+        ...
+
     def reserve(self, num_places: int) -> AddressRange:
         """Addresses for ``num_places`` blocks, with nothing mapped; they take no memory."""
         ...

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.execution import host
 from octavo.execution.pages.interface import AddressRange, PageError, host_page_bytes
 from octavo.execution.pages.ledger import Ledger, runs
 from octavo.execution.pages.tensor import tensor_at
@@ -77,6 +78,11 @@ class MemfdPages:
     def resident_bytes(self) -> int:
         """Memory that the host has given so far."""
         return os.fstat(self._file).st_blocks * 512
+
+    def num_available(self) -> int:
+        # What was created but never written is still to be taken.
+        owed = self.num_handles * self.block_bytes - self.resident_bytes
+        return max(host.available_bytes() - max(owed, 0), 0) // self.block_bytes
 
     def reserve(self, num_places: int) -> AddressRange:
         self._ledger.check_count(num_places, "num_places")

@@ -219,7 +219,10 @@ class ToyExecutor:
         assert NULL_BLOCK not in block_ids
         nothing = int_array([])
         if isinstance(command, CreateBlocks):
-            if self.max_present is not None and self.num_present + len(block_ids) > self.max_present:
+            if (
+                self.max_present is not None
+                and self.num_present + len(block_ids) > self.max_present
+            ):
                 return ResizedBlocks(nothing, "no memory")
             for block_id in block_ids:
                 if block_id == len(self.arena):

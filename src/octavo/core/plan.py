@@ -202,9 +202,8 @@ class CreateBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReleaseBlocks:
-    """Give the memory of ``block_ids`` back to the system. No step that was launched names them, and
-    no slot shows them once the `MapBlocks` before it is obeyed. Comes in a plan whose batch is
-    empty."""
+    """Give the memory of ``block_ids`` back to the system. No launched step names them, and no slot
+    shows them once the `MapBlocks` before it is obeyed. Comes in a plan whose batch is empty."""
 
     block_ids: IntArray
 
@@ -305,8 +304,8 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResizedBlocks:
-    """What became of a plan's `CreateBlocks` or `ReleaseBlocks`: the blocks that have memory now, or
-    have none any more. ``error`` says why that is not all of them."""
+    """What became of a plan's `CreateBlocks` or `ReleaseBlocks`: the blocks that have memory now,
+    or have none any more. ``error`` says why that is not all of them."""
 
     block_ids: IntArray
     error: str | None = None

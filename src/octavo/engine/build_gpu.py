@@ -137,9 +137,7 @@ class GPUParts:
             capture=capture,
         )
 
-    def _arena(
-        self, num_blocks: int, num_host_blocks: int, max_blocks: int | None
-    ) -> DeviceArena:
+    def _arena(self, num_blocks: int, num_host_blocks: int, max_blocks: int | None) -> DeviceArena:
         sizes = (self.layout, num_blocks, self.kv_dtype, self.device, num_host_blocks)
         if not self.is_virtual:
             return DeviceArena(*sizes)

@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from octavo.config import EngineConfig
-from octavo.core.request import FinishReason, QueueFullError, Request
+from octavo.core.request import AsleepError, FinishReason, QueueFullError, Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.background import in_thread
 from octavo.engine.child import (
@@ -33,6 +33,7 @@ from octavo.engine.messages import (
     Died,
     DropPrefix,
     FromEngine,
+    PoolChanged,
     Ready,
     Rejected,
     ResetPrefixCache,
@@ -44,6 +45,8 @@ from octavo.engine.messages import (
     encode,
 )
 from octavo.engine.outstanding import Outstanding
+from octavo.engine.pool import PoolSize, blocks_in, resized_report
+from octavo.engine.pool_calls import PoolCalls
 from octavo.engine.prefixes import PREFIX_PARAMS, Prefix, PrefixTable, limits_beside
 from octavo.engine.report import EngineReport, EngineStats
 from octavo.engine.stream import Observer, RequestStream
@@ -84,6 +87,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._outstanding = Outstanding()
         self._prefixes = PrefixTable(self._send_drop)
+        self._pool_calls = PoolCalls(self._send)
         self._next_number = 0
         # Since when the engine owes news, of a step or of being idle.
         self._owed_since_s: float | None = None
@@ -189,6 +193,7 @@ class AsyncEngine:
             RequestError: it cannot be served as it is.
             ContextLengthError: it can never fit.
             QueueFullError: too many requests are under way.
+            AsleepError: `sleep` gave its memory back.
             EngineDeadError: the engine is dead or closing.
         """
         return self.submit_samples(prompt_token_ids, params)[0]
@@ -203,7 +208,7 @@ class AsyncEngine:
         """``n`` samples over one prefill, a stream each, with seeds that count up; or the ``n``
         best of a beam search, best first, each of which comes whole at the end. Raises as
         `submit`."""
-        self._check_alive()
+        self._check_awake()
         return self._submit(self.resolve(prompt_token_ids, params, n, cache_salt))
 
     def _check_not_dead(self) -> None:
@@ -214,6 +219,11 @@ class AsyncEngine:
         self._check_not_dead()
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down")
+
+    def _check_awake(self) -> None:
+        self._check_alive()
+        if self.is_asleep:
+            raise AsleepError("the engine is asleep; wake it up to be served")
 
     def _submit(self, request: Request) -> list[RequestStream]:
         if self.num_outstanding + request.n > self.max_outstanding:
@@ -259,7 +269,7 @@ class AsyncEngine:
         Raises:
             RequestError: it cannot be kept; the message says why. Else as `submit`.
         """
-        self._check_alive()
+        self._check_awake()
         request = self.resolve(prompt_token_ids, PREFIX_PARAMS, 1, cache_salt)
         with self._prefixes.expecting(request.number) as take:
             (stream,) = self._submit(replace(request, pins_prefix=True))
@@ -281,6 +291,28 @@ class AsyncEngine:
     def _send_drop(self, number: int) -> None:
         if self.error is None and self._stopping is None:
             self._send(DropPrefix(number))
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `sleep` gave the KV cache's memory back."""
+        return self.stats.is_asleep
+
+    async def resize_kv(self, kv_memory: str | int) -> PoolSize:
+        """See `octavo.engine.llm.LLM.resize_kv`; requests under way are served, and end first where
+        the pool would be too small for them."""
+        self._check_alive()
+        changed = await self._pool_calls.ask("resize", blocks_in(kv_memory, self.report.capacity))
+        return PoolSize.of(self.report.capacity, changed.num_blocks)
+
+    async def sleep(self) -> None:
+        """See `octavo.engine.llm.LLM.sleep`; refused while requests are under way."""
+        self._check_alive()
+        await self._pool_calls.ask("sleep")
+
+    async def wake_up(self) -> None:
+        """See `octavo.engine.llm.LLM.wake_up`."""
+        self._check_alive()
+        await self._pool_calls.ask("wake_up")
 
     async def close(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let those under way end for at most ``drain_timeout_s``, stop the
@@ -323,16 +355,23 @@ class AsyncEngine:
         elif isinstance(message, StartFailed):
             if not self._ready.done():
                 self._ready.set_exception(EngineStartError(message.reason))
+        elif isinstance(message, PoolChanged):
+            if message.is_asleep:
+                self._prefixes.clear()
+            self._pool_calls.receive(message)
         elif isinstance(message, Died):
             self._die(message.error)
 
     def _digest_step(self, message: StepMessage) -> None:
         if message.stats is not None:
-            if message.stats.num_pinned_blocks != self.stats.num_pinned_blocks:
-                self.limits = limits_beside(
-                    self.limits, self.report, message.stats.num_pinned_blocks
-                )
-            self.stats = message.stats
+            before, self.stats = self.stats, message.stats
+            num_lasting = self.stats.num_lasting_blocks
+            if self._is_started and (num_lasting, self.stats.num_pinned_blocks) != (
+                before.num_lasting_blocks,
+                before.num_pinned_blocks,
+            ):
+                self.report = resized_report(self.report, num_lasting)
+                self.limits = limits_beside(self.limits, self.report, self.stats.num_pinned_blocks)
         for result in message.prefixes:
             self._prefixes.receive(result)
         now = time.monotonic()
@@ -373,11 +412,13 @@ class AsyncEngine:
             num_free_blocks=self.stats.num_usable_blocks,
         )
         self._outstanding.end_all(lambda: EngineDeadError(_headline(error)))
+        self._pool_calls.end_all(lambda: EngineDeadError(_headline(error)))
 
     async def _stop(self) -> None:
         self._outstanding.end_all(
             lambda: EngineDeadError("the engine was stopped before the request ended")
         )
+        self._pool_calls.end_all(lambda: EngineDeadError("the engine was stopped"))
         if self._child is not None:
             if self._is_started and self.error is None:
                 self._send(Shutdown())

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from octavo.config import EngineConfig
 from octavo.core.request import Request, RequestError
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.arguments import Prompt, is_single, params_for, progress_bar, token_ids_of
 from octavo.engine.completion import Completion, RequestOutput
 from octavo.engine.interrupts import interrupts_between_steps
 from octavo.engine.logprobs import step_logprobs
+from octavo.engine.pool import PoolSize, blocks_in, resized_report, run_resize
 from octavo.engine.prefixes import PREFIX_PARAMS, limits_beside, prefix_number, register
 from octavo.engine.turn import Turn
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from octavo.engine.report import EngineReport
     from octavo.text.tokenizer import Tokenizer
 
-Prompt: TypeAlias = "str | Sequence[int]"
 Message: TypeAlias = Mapping[str, Any]
 
 __all__ = ["LLM", "Completion"]
@@ -80,9 +79,9 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served as asked; nothing has been generated then.
         """
-        items = [prompts] if _is_one(prompts) else list(prompts)
+        items = [prompts] if is_single(prompts) else list(prompts)
         token_ids = [self._encode(prompt) for prompt in items]
-        return self._run(token_ids, _params_for(items, params), progress)
+        return self._run(token_ids, params_for(items, params), progress)
 
     def chat(
         self,
@@ -103,7 +102,7 @@ class LLM:
         conversations: list[Any] = [messages] if is_one else list(messages)
         prompts = [self._render(conversation) for conversation in conversations]
         defaults = SamplingParams(max_tokens=None) if params is None else params
-        results = self._run(prompts, _params_for(prompts, defaults), progress)
+        results = self._run(prompts, params_for(prompts, defaults), progress)
         return results[0] if is_one else results
 
     def stream_chat(
@@ -115,7 +114,7 @@ class LLM:
             RequestError: as `chat`; also where the step failed.
         """
         self._check_open()
-        (checked,) = _params_for([messages], params or SamplingParams(max_tokens=None))
+        (checked,) = params_for([messages], params or SamplingParams(max_tokens=None))
         return self._stream(self._resolve(self._render(messages), checked))
 
     def _stream(self, request: Request) -> Iterator[str]:
@@ -175,6 +174,57 @@ class LLM:
         with self._turn.taken():
             self._core.scheduler.reset_prefix_cache()
 
+    def resize_kv(self, kv_memory: str | int) -> PoolSize:
+        """Grow or shrink the KV cache to a size such as ``"2GiB"``, or bytes: memory is taken from
+        the system, or given back. Cached prefixes go as far as they must, the longest unused first.
+        Needs ``kv="virtual"``.
+
+        Raises:
+            PoolSizeError: it cannot have this size; the message says which.
+            PoolBusyError: there is no such memory, or the engine sleeps; nothing has changed.
+        """
+        with self._turn.taken():
+            self._check_open()
+            num_blocks = blocks_in(kv_memory, self.report.capacity)
+            return self._resize(lambda: self._core.scheduler.resizing.resize(num_blocks))
+
+    def sleep(self) -> None:
+        """Give all memory of the KV cache back, until `wake_up`. Cached and registered prefixes are
+        lost; weights stay. Nothing is generated meanwhile. Needs ``kv="virtual"``.
+
+        Raises:
+            PoolSizeError, PoolBusyError: as `resize_kv`.
+        """
+        with self._turn.taken():
+            self._check_open()
+            self._resize(self._core.scheduler.resizing.sleep)
+
+    def wake_up(self) -> None:
+        """Take the memory again that `sleep` gave back.
+
+        Raises:
+            PoolBusyError: it is not there any more; the engine still sleeps.
+        """
+        with self._turn.taken():
+            self._check_open()
+            self._resize(self._core.scheduler.resizing.wake_up)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the KV cache has no memory."""
+        return self._core.scheduler.resizing.is_asleep
+
+    def _resize(self, start: Callable[[], None]) -> PoolSize:
+        resizing = self._core.scheduler.resizing
+        with interrupts_between_steps() as raise_interrupt:
+            try:
+                num_blocks = run_resize(self._core, start)
+            finally:
+                self.report = resized_report(self.report, resizing.num_lasting_blocks)
+                self._update_limits()
+            raise_interrupt()
+        return PoolSize.of(self.report.capacity, num_blocks)
+
     def _update_limits(self) -> None:
         num_pinned = self._core.scheduler.manager.num_pinned_blocks
         self._limits = limits_beside(self._limits, self.report, num_pinned)
@@ -210,7 +260,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return _token_ids(prompt)
+            return token_ids_of(prompt)
         if self.tokenizer is None:
             raise RequestError("a model of random weights has no tokenizer; give token ids")
         return self._encoded(prompt)
@@ -253,7 +303,7 @@ class LLM:
         backlog = next(pending, None)
         scheduler = self._core.scheduler
         with (
-            _progress_bar(len(outputs), progress) as advance,
+            progress_bar(len(outputs), progress) as advance,
             interrupts_between_steps() as raise_interrupt,
         ):
             try:
@@ -330,53 +380,3 @@ class LLM:
                     output.add((), finished.reason, finished.error)
                 num_done += 1
         return num_done
-
-
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is a single prompt: a text, or a flat list (or array) of token ids."""
-    if isinstance(prompts, bytes | bytearray | Mapping) or not hasattr(prompts, "__len__"):
-        raise RequestError(
-            f"prompts must be a text, a list of token ids, or a list of these, got {prompts!r}"
-        )
-    return isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    """A list of whole numbers; whether they are in the vocabulary is checked later."""
-    if not hasattr(prompt, "__len__") or isinstance(prompt, bytes | bytearray):
-        raise RequestError(f"a prompt must be a text or a list of token ids, got {prompt!r}")
-    kinds = set(map(type, prompt))
-    if kinds == {int} and isinstance(prompt, list):
-        return prompt  # long prompts are not looked at one by one
-    for item in prompt:
-        if isinstance(item, bool) or not isinstance(item, Integral):
-            raise RequestError(f"a token id must be an integer, got {item!r}")
-    return [int(item) for item in prompt]
-
-
-def _params_for(
-    items: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * len(items)
-    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise RequestError(f"params must be SamplingParams, one or a list, got {params!r}")
-    if len(params) != len(items):
-        raise RequestError(f"{len(items)} prompts but {len(params)} sampling parameters")
-    return params
-
-
-@contextmanager
-def _progress_bar(total: int, shown: bool) -> Iterator[Any]:
-    if not shown:
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("Generating", total=total)
-        yield lambda count: bar.advance(task, count) if count else None

@@ -8,15 +8,18 @@ from a stranger.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
 from octavo.config import EngineConfig
 from octavo.core.request import (
+    AsleepError,
     ContextLengthError,
     Finished,
+    PoolBusyError,
+    PoolSizeError,
     QueueFullError,
     RegisteredPrefix,
     Request,
@@ -48,7 +51,7 @@ _MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 1024
 MAX_CACHE_SALT_BYTES = 1024
 
 _ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (RequestError, ContextLengthError, QueueFullError)
+    kind.__name__: kind for kind in (RequestError, ContextLengthError, QueueFullError, AsleepError)
 }
 
 
@@ -166,11 +169,21 @@ class DropPrefix(_Message, frozen=True):
     number: int
 
 
+class ResizePool(_Message, frozen=True):
+    """Have ``num_blocks`` beside the null block, or with ``action`` ``sleep`` or ``wake_up`` none,
+    or all again. Answered by `PoolChanged` of the same ``number``, unless a later one takes its
+    place."""
+
+    number: int
+    num_blocks: int
+    action: Literal["resize", "sleep", "wake_up"] = "resize"
+
+
 class Shutdown(_Message, frozen=True):
     """Stop now and exit."""
 
 
-ToEngine: TypeAlias = AddRequest | Abort | ResetPrefixCache | DropPrefix | Shutdown
+ToEngine: TypeAlias = AddRequest | Abort | ResetPrefixCache | DropPrefix | ResizePool | Shutdown
 
 
 # ── engine to front end ──────────────────────────────────────────────────────────────────────────
@@ -273,13 +286,30 @@ class Rejected(_Message, frozen=True):
         return _ERRORS.get(self.kind, RequestError)(self.reason)
 
 
+class PoolChanged(_Message, frozen=True):
+    """Resize ``number`` has ended: requests may count on ``num_blocks``, or will when the engine
+    wakes up. With an ``error`` of ``kind``, a class of `octavo.core.request`, nothing changed."""
+
+    number: int
+    num_blocks: int
+    is_asleep: bool
+    error: str | None = None
+    kind: str = PoolBusyError.__name__
+
+    def raise_error(self) -> None:
+        """Raises `PoolSizeError` or `PoolBusyError` where it came to nothing."""
+        if self.error is not None:
+            is_size = self.kind == PoolSizeError.__name__
+            raise (PoolSizeError if is_size else PoolBusyError)(self.error)
+
+
 class Died(_Message, frozen=True):
     """The engine met an error that it cannot go on from; ``error`` holds the traceback."""
 
     error: str
 
 
-FromEngine: TypeAlias = Ready | StartFailed | StepMessage | Rejected | Died
+FromEngine: TypeAlias = Ready | StartFailed | StepMessage | Rejected | PoolChanged | Died
 
 _encoder = msgspec.msgpack.Encoder()
 _params_decoder = msgspec.msgpack.Decoder(SamplingParams)

@@ -113,6 +113,10 @@ class PrefixTable:
             if result is not None and result.error is None and not is_taken:
                 self._drop(number)
 
+    def clear(self) -> None:
+        """The engine keeps none any more."""
+        self._prefixes.clear()
+
     def receive(self, result: RegisteredPrefix) -> None:
         """News of the engine."""
         if result.number in self._coming:

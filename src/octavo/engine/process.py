@@ -21,7 +21,13 @@ from collections.abc import Callable
 import zmq
 
 from octavo.config import EngineConfig
-from octavo.core.request import QueueFullError, Request, RequestError
+from octavo.core.request import (
+    PoolBusyError,
+    PoolSizeError,
+    QueueFullError,
+    Request,
+    RequestError,
+)
 from octavo.engine.core import EngineCore
 from octavo.engine.logs import configure_logs
 from octavo.engine.messages import (
@@ -32,9 +38,11 @@ from octavo.engine.messages import (
     Died,
     DropPrefix,
     FromEngine,
+    PoolChanged,
     Ready,
     Rejected,
     ResetPrefixCache,
+    ResizePool,
     Shutdown,
     StartFailed,
     StepMessage,
@@ -42,7 +50,9 @@ from octavo.engine.messages import (
     decode_to_engine,
     encode,
 )
+from octavo.engine.pool import resized_report
 from octavo.engine.report import EngineReport, EngineStats
+from octavo.scheduling.admission import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +76,7 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
+        self._report = report
         self._limits = report.limits
         self._socket = socket
         self._clock = clock
@@ -79,6 +90,8 @@ class EngineLoop:
         self._stats_due = 0.0
         self._sent_stats: EngineStats | None = None
         self._is_stopping = False
+        # The resize that is under way, by the front end's number.
+        self._resize_number: int | None = None
         core.on_plan = self._tell_plan
 
     # Every message of the front end is answered by stats before the loop goes idle, so that it can
@@ -96,6 +109,7 @@ class EngineLoop:
             self._admit_backlog()
             if self._core.has_work:
                 self._step()
+            self._tell_resized()
 
     def _step(self) -> None:
         planned_s = self._clock()
@@ -160,8 +174,53 @@ class EngineLoop:
                 self._core.scheduler.reset_prefix_cache()
             elif isinstance(message, DropPrefix):
                 self._core.scheduler.drop_prefix(message.number)
+            elif isinstance(message, ResizePool):
+                self._resize(message)
             elif isinstance(message, Shutdown):
                 self._is_stopping = True
+
+    def _resize(self, message: ResizePool) -> None:
+        resizing = self._core.scheduler.resizing
+        try:
+            if message.action == "wake_up":
+                resizing.wake_up()
+            elif message.action == "resize":
+                resizing.resize(message.num_blocks)
+            elif self._backlog:
+                raise PoolBusyError(f"{len(self._backlog)} requests and more wait; let them end")
+            else:
+                resizing.sleep()
+        except (PoolSizeError, PoolBusyError) as error:
+            kind = type(error).__name__
+            self._send(self._pool_changed(message.number, str(error), kind))
+            return
+        if (earlier := self._resize_number) is not None:
+            text = "another resize of the KV cache took this one's place"
+            self._send(self._pool_changed(earlier, text, PoolBusyError.__name__))
+        self._resize_number = message.number
+        self._limits = self._current_limits()
+
+    def _current_limits(self) -> Limits:
+        """What may still be asked for."""
+        num_blocks = self._core.scheduler.resizing.num_lasting_blocks
+        return resized_report(self._report, num_blocks).limits
+
+    def _tell_resized(self) -> None:
+        if self._resize_number is None:
+            return
+        ended = self._core.scheduler.resizing.take_ended()
+        if ended is None:
+            return
+        number, self._resize_number = self._resize_number, None
+        self._limits = self._current_limits()
+        # What it changes is known before anybody hears that it has ended.
+        self._sent_stats = self._stats()
+        self._send(StepMessage(b"", b"", (), self._sent_stats))
+        self._send(self._pool_changed(number, ended.error, PoolBusyError.__name__))
+
+    def _pool_changed(self, number: int, error: str | None, kind: str) -> PoolChanged:
+        resizing = self._core.scheduler.resizing
+        return PoolChanged(number, resizing.num_lasting_blocks, resizing.is_asleep, error, kind)
 
     def _add(self, message: AddRequest) -> None:
         try:
@@ -222,6 +281,8 @@ class EngineLoop:
             num_swaps=scheduler.num_swaps,
             num_steps=self._num_steps,
             num_pinned_blocks=scheduler.manager.num_pinned_blocks,
+            num_lasting_blocks=scheduler.resizing.num_lasting_blocks,
+            is_asleep=scheduler.resizing.is_asleep,
         )
 
     def _send_last_stats(self) -> None:

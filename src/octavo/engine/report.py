@@ -91,7 +91,9 @@ def _size(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A moment of the engine: gauges, and counters since its start."""
+    """A moment of the engine: gauges, and counters since its start. ``num_lasting_blocks`` are
+    those that requests may count on: fewer than ``num_usable_blocks`` while the pool shrinks, more
+    while it is asleep."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -101,6 +103,8 @@ class EngineStats:
     num_swaps: int = 0
     num_steps: int = 0
     num_pinned_blocks: int = 0
+    num_lasting_blocks: int = 0
+    is_asleep: bool = False
 
     @property
     def kv_cache_usage(self) -> float:

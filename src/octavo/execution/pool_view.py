@@ -1,8 +1,8 @@
 """The pool's own range of addresses: every block that has memory at its place, block i at place i.
 
 Addresses are reserved for the largest pool there can be, so that tensors over them, and what was
-captured of them, stay true when memory comes and goes. Knows blocks; knows no sequences and no slots,
-but for the lock of whoever maps those (`slots.Mapper`).
+captured of them, stay true when memory comes and goes. Knows blocks; knows no sequences, and of
+slots only the lock of whoever maps them (`slots.Mapper`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PoolView:
     def __init__(self, pages: Pages, num_blocks: int, max_blocks: int) -> None:
         self.pages = pages
         self.addresses = pages.reserve(max_blocks)
-        # Handle i is block i: handles are numbered from 0 on, and the lowest free number comes next.
+        # Handle i is block i: they are numbered from 0 on, and the lowest free number comes next.
         pages.map(self.addresses, 0, pages.create(num_blocks))
         pages.set_access(self.addresses, 0, num_blocks)
         # Mappings that the view may be cut into by holes; None: any number.

@@ -2,7 +2,7 @@
 
 A resize is a target. Plans of their own bring the pool nearer to it, in pieces between which other
 steps run: blocks that nobody references go first, the others as they are given back. Rows that need
-a block meanwhile may be preempted in the ordinary way. Decides nothing about which blocks (`memory`).
+a block meanwhile may be preempted in the ordinary way. Which blocks go is decided by `memory`.
 
 What was accepted can be finished: the pool stays large enough for each request that waits or runs
 until that has ended, and what would not fit in the smaller pool is refused at the door from the

@@ -166,6 +166,20 @@ class PrefixDropped(msgspec.Struct):
     deleted: bool = True
 
 
+class PoolCard(msgspec.Struct):
+    """The KV cache: ``num_blocks`` for sequences; ``num_bytes`` counts the null block too."""
+
+    num_blocks: int
+    block_size: int
+    num_tokens: int
+    num_bytes: int
+    object: str = "kv_cache"
+
+
+class Sleeping(msgspec.Struct):
+    is_sleeping: bool
+
+
 class Status(msgspec.Struct):
     status: str
 

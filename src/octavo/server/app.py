@@ -22,6 +22,7 @@ from octavo.server.errors import EXPECTED, APIError, ClientGoneError, as_api_err
 from octavo.server.gate import Gate, KeyCheck
 from octavo.server.metrics import CONTENT_TYPE, Metrics
 from octavo.server.openapi import openapi
+from octavo.server.pool import add_pool_routes
 from octavo.server.prefixes import add_prefix_routes
 from octavo.server.prompts import detokenize, tokenize
 from octavo.server.protocol import (
@@ -109,6 +110,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
             raise unavailable(problem)
         if engine.num_outstanding >= engine.max_outstanding:
             raise unavailable(f"the queue is full: {engine.num_outstanding} requests run or wait")
+        if engine.is_asleep:
+            raise unavailable("the engine is asleep; POST /wake_up")
         return json_response(Status("ready"))
 
     @app.get("/version")
@@ -123,6 +126,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
             return json_response(Status("ok"))
 
         add_prefix_routes(app, engine, read, names.check)
+        add_pool_routes(app, engine, read)
 
     @app.get("/metrics")
     async def metrics_page() -> Response:

@@ -10,7 +10,14 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
-from octavo.core.request import ContextLengthError, QueueFullError, RequestError
+from octavo.core.request import (
+    AsleepError,
+    ContextLengthError,
+    PoolBusyError,
+    PoolSizeError,
+    QueueFullError,
+    RequestError,
+)
 from octavo.engine.client import EngineDeadError
 from octavo.text.chat_template import ChatTemplateError
 from octavo.text.tokenizer import TokenizerError
@@ -83,6 +90,12 @@ def as_api_error(error: Exception) -> APIError:
     text = str(error)
     if isinstance(error, ContextLengthError):
         return APIError(text, code="context_length_exceeded")
+    if isinstance(error, AsleepError):
+        return APIError(text, status=503, kind="server_error", code="engine_asleep")
+    if isinstance(error, PoolSizeError):
+        return APIError(text, param="kv_memory")
+    if isinstance(error, PoolBusyError):
+        return APIError(text, status=409, code="kv_cache_busy")
     if isinstance(error, ChatTemplateError):
         return APIError(text, param="messages")
     if isinstance(error, RequestError | TokenizerError):
@@ -114,4 +127,6 @@ EXPECTED: tuple[type[Exception], ...] = (
     ChatTemplateError,
     QueueFullError,
     EngineDeadError,
+    PoolSizeError,
+    PoolBusyError,
 )

@@ -12,7 +12,6 @@ from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
-    Gauge,
     Histogram,
     ProcessCollector,
     disable_created_metrics,
@@ -97,7 +96,6 @@ class Metrics:
         self._choices = self._histogram(
             "request_params_n", "Choices that a request asks for", _CHOICES
         )
-        self._add_info()
 
     def collect(self) -> Iterator[Metric]:
         """What lives in the engine."""
@@ -116,6 +114,12 @@ class Metrics:
                 stats.num_pinned_blocks,
             ),
             (
+                "num_kv_blocks",
+                "KV cache blocks that sequences can own; none while the engine is asleep",
+                stats.num_usable_blocks,
+            ),
+            ("is_sleeping", "Whether the KV cache's memory was given back", stats.is_asleep),
+            (
                 "num_requests_outstanding",
                 "Requests that the front end has not answered in full",
                 self._engine.num_outstanding,
@@ -124,6 +128,7 @@ class Metrics:
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"octavo_{name}", text, value=value)
+        yield self._info()
         yield CounterMetricFamily(
             "octavo_num_preemptions",
             "Requests that lost their blocks for a while",
@@ -181,7 +186,7 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"octavo_{name}", text, buckets=buckets, registry=self.registry)
 
-    def _add_info(self) -> None:
+    def _info(self) -> Metric:
         report = self._engine.report
         labels = {
             "version": __version__,
@@ -192,13 +197,13 @@ class Metrics:
             "weight_bytes": str(report.weight_bytes),
             "workspace_bytes": str(report.workspace_bytes),
         }
-        info = Gauge(
+        info = GaugeMetricFamily(
             "octavo_cache_config_info",
             "The KV cache's shape and where memory went, as labels",
-            tuple(labels),
-            registry=self.registry,
+            labels=list(labels),
         )
-        info.labels(**labels).set(1)
+        info.add_metric(list(labels.values()), 1)
+        return info
 
 
 def _sizes(largest: int) -> tuple[float, ...]:

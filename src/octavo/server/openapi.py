@@ -36,9 +36,11 @@ from octavo.server.answers import (
     Error,
     ModelCard,
     ModelList,
+    PoolCard,
     PrefixCard,
     PrefixDropped,
     PrefixList,
+    Sleeping,
     Status,
     Tokens,
     Version,
@@ -53,6 +55,7 @@ from octavo.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     PrefixRequest,
+    ResizeRequest,
     TokenizeRequest,
 )
 
@@ -73,6 +76,8 @@ _ADMIN_ANSWERS = {
     "PrefixCard": PrefixCard,
     "PrefixList": PrefixList,
     "PrefixDropped": PrefixDropped,
+    "PoolCard": PoolCard,
+    "Sleeping": Sleeping,
 }
 _REQUESTS = {
     "CompletionRequest": CompletionRequest,
@@ -89,6 +94,7 @@ _EVENT: Schema = {
 }
 # What any endpoint that reads a body may answer.
 _BODY_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+_POOL_ERRORS = (400, 401, 409, 503)
 
 
 def openapi(*, vocab_size: int, max_length: int, has_keys: bool, is_admin: bool = False) -> Schema:
@@ -96,7 +102,7 @@ def openapi(*, vocab_size: int, max_length: int, has_keys: bool, is_admin: bool 
     administrative endpoints where ``is_admin``."""
     names: dict[str, Any] = _ANSWERS | _REQUESTS
     if is_admin:
-        names |= _ADMIN_ANSWERS | {"PrefixRequest": PrefixRequest}
+        names |= _ADMIN_ANSWERS | {"PrefixRequest": PrefixRequest, "ResizeRequest": ResizeRequest}
     references, schemas = msgspec.json.schema_components(
         names.values(), ref_template="#/components/schemas/{name}"
     )
@@ -155,10 +161,24 @@ def _admin_paths() -> Schema:
         "/prefixes/{prefix_id}": {
             "delete": _get("PrefixDropped", (401, 404), parameters=[name])["get"]
         },
+        "/kv/resize": _post("ResizeRequest", "PoolCard", errors=(409,)),
+        "/sleep": {"post": _get("Status", _POOL_ERRORS, parameters=[_query("level", "1")])["get"]},
+        "/wake_up": {
+            "post": _get(
+                "Status", _POOL_ERRORS, parameters=[_query("tags", "weights", "kv_cache")]
+            )["get"]
+        },
+        "/is_sleeping": _get("Sleeping", (401,)),
     }
 
 
-def _post(request: str, answer: str, *, is_streamed: bool = False) -> Schema:
+def _query(name: str, *values: str) -> Schema:
+    return {"name": name, "in": "query", "schema": {"enum": list(values)}}
+
+
+def _post(
+    request: str, answer: str, *, is_streamed: bool = False, errors: tuple[int, ...] = ()
+) -> Schema:
     content = _json(answer)
     if is_streamed:
         content["text/event-stream"] = {"schema": _EVENT}
@@ -166,7 +186,7 @@ def _post(request: str, answer: str, *, is_streamed: bool = False) -> Schema:
         "post": {
             "requestBody": {"required": True, "content": _json(request)},
             "responses": {"200": {"description": answer, "content": content}}
-            | _errors(_BODY_ERRORS),
+            | _errors((*_BODY_ERRORS, *errors)),
         }
     }
 
@@ -319,6 +339,11 @@ def _describe_requests(schemas: Schema, vocab_size: int, max_length: int) -> Non
         prefix["description"] = "At least a block of tokens, which the pool has room to keep."
         prefix["properties"]["cache_salt"] = _or_null(ranges["cache_salt"])
         prefix["oneOf"] = _one_of(given | {"prompt": {"anyOf": prompts}})
+    if (resize := schemas.get("ResizeRequest")) is not None:
+        resize["description"] = "Where the pool's memory comes in pages (--kv virtual)."
+        size = {"type": "string", "pattern": "^[1-9][0-9]{0,5}(KiB|MiB|GiB|TiB)$"}
+        number = {"type": "integer", "minimum": 1}
+        resize["properties"]["kv_memory"] = {"anyOf": [size, number]}
     schemas["DetokenizeRequest"]["properties"]["tokens"] = {"type": "array", "items": token}
 
 

@@ -297,6 +297,12 @@ class PrefixRequest(msgspec.Struct, kw_only=True):
         _check_salt(self.cache_salt)
 
 
+class ResizeRequest(msgspec.Struct, kw_only=True):
+    """``POST /kv/resize``: bytes, or a size such as ``2GiB``."""
+
+    kv_memory: str | int
+
+
 R = TypeVar("R", bound=msgspec.Struct)
 
 

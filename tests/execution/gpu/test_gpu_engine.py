@@ -13,7 +13,7 @@ from engine.tiny_engine import build, run
 from execution.models.tiny_models import tiny_qwen3
 from octavo.config import EngineConfig
 from octavo.core.plan import KVCapacity, StepPlan, int_array
-from octavo.core.request import BeamResult, Request
+from octavo.core.request import BeamResult, Request, StepOutputs
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.engine.mechanism import resolve_limits
@@ -52,6 +52,7 @@ def gpu_engine(
     maps_forks: bool = False,
     weights: str = "bf16",
     kv_dtype: str = "auto",
+    max_blocks: int | None = None,
 ) -> EngineCore:
     from octavo.engine.build_gpu import GPUParts
     from octavo.execution.executors.gpu import GPUExecutor
@@ -77,7 +78,7 @@ def gpu_engine(
         kv=kv, attention=attention, kv_dtype=kv_dtype,
     )  # fmt: skip
     block_size = parts.layout.block_size
-    runner = parts.runner(num_blocks, num_host_blocks, capture=ON_GPU)
+    runner = parts.runner(num_blocks, num_host_blocks, ON_GPU, max_blocks)
     capacity = KVCapacity(num_blocks, block_size, parts.layout.block_bytes, num_host_blocks)
     sizes = (num_blocks, block_size, MAX_NUM_SEQS)
     options = {"prefix_caching": True, "num_host_blocks": num_host_blocks}
@@ -96,6 +97,7 @@ def gpu_engine(
             max_queued_requests=16,
             preemption=PreemptionPolicy(mode="swap" if num_host_blocks else "recompute"),
             finds_prefix_groups=True,
+            max_blocks=max_blocks,
         ),
         manager,
     )
@@ -184,6 +186,38 @@ def test_tokens_are_the_same_through_slots(
     assert slots.num_mapped_blocks == manager.num_mapped_blocks > 0
     if not ON_GPU:  # a page of a GPU holds all of these tokens
         assert core.scheduler.num_preemptions
+    core.close()
+
+
+def test_tokens_are_the_same_while_the_pool_changes(
+    model: Path, expected: dict[int, list[int]]
+) -> None:
+    """Captured steps keep their addresses; memory behind them comes and goes."""
+    core = gpu_engine(
+        model, num_blocks=12, depth=2, chunk=32, num_host_blocks=16, kv="virtual", max_blocks=40
+    )  # fmt: skip
+    resizing, step = core.scheduler.resizing, core.step
+    sizes = [(12, 5), (9, 20), (5, 5), (2, 30)]
+
+    def resizing_step() -> StepOutputs:
+        outputs = step()
+        if sizes and core.scheduler.state.step_id >= sizes[-1][0]:
+            resizing.resize(sizes.pop()[1])
+        return outputs
+
+    core.step = resizing_step  # type: ignore[method-assign]
+    assert run(core, requests()) == expected
+    arena = core.executor.runner.arena  # type: ignore[attr-defined]
+    assert arena.pages.num_handles == core.scheduler.manager.num_usable_blocks + 1
+    resizing.sleep()
+    while core.has_work:
+        core.step()
+    assert arena.pages.num_handles == 1
+    resizing.wake_up()
+    while core.has_work:
+        core.step()
+    assert run(core, requests()) == expected
+    assert not sizes
     core.close()
 
 

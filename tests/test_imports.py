@@ -20,7 +20,7 @@ def modules_after(statement: str) -> set[str]:
     "statement",
     [
         "import octavo.core.plan, octavo.core.protocols, octavo.core.request",
-        "import octavo.memory.paged",
+        "import octavo.memory.paged, octavo.memory.request_slots",
         "import octavo.scheduling.scheduler, octavo.scheduling.admission",
         "import octavo.engine.core, octavo.simulate.executor, octavo.bench.simulator",
     ],

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -91,12 +93,22 @@ class Slots:
         self.mapper.require(slots, -(-lengths // self.block_size))
 
 
+class MapsPlaces(Protocol):
+    """What a mapping thread needs of `Pages`."""
+
+    def map(self, addresses: AddressRange, first: int, handles: Iterable[int]) -> None: ...
+
+    def set_access(self, addresses: AddressRange, first: int, count: int) -> None: ...
+
+    def unmap(self, addresses: AddressRange, first: int, count: int) -> list[int]: ...
+
+
 class Mapper:
     """The mapping thread and what it works on. It starts at the first order and ends with
     `close`."""
 
     def __init__(
-        self, pages: Pages, addresses: AddressRange, num_places: int, num_slots: int
+        self, pages: MapsPlaces, addresses: AddressRange, num_places: int, num_slots: int
     ) -> None:
         self._pages = pages
         self._range = addresses
@@ -153,6 +165,11 @@ class Mapper:
         with self.lock:
             self._pages.map(self._range, place, [block_id])
             self._pages.set_access(self._range, place, 1)
+
+    def num_shown(self, slot: int) -> int:
+        """Places at the start of a slot that are mapped now."""
+        with self._changed:
+            return int(self._num_shown[slot])
 
     def num_mapped(self) -> int:
         self.wait()
@@ -225,7 +242,12 @@ class Mapper:
                 for _, first, count in runs(new):
                     blocks = [wanted[place] for place in range(first, first + count)]
                     self._pages.map(self._range, base + first, blocks)
-                    self._pages.set_access(self._range, base + first, count)
+                    try:
+                        self._pages.set_access(self._range, base + first, count)
+                    except PageError:
+                        # So that another try maps it again.
+                        self._pages.unmap(self._range, base + first, count)
+                        raise
             finally:
                 count = int(self._num_shown[slot])
                 for place in places:

@@ -82,7 +82,7 @@ def serve(
         bool,
         typer.Option(
             "--admin-endpoints",
-            help="Serve administrative endpoints, such as POST /reset_prefix_cache and /prefixes.",
+            help="Serve administrative endpoints, such as POST /prefixes, /kv/resize and /sleep.",
         ),
     ] = False,
     prefix: Annotated[

@@ -87,12 +87,15 @@ def test_more_than_the_machine_has_is_refused_whole(
     made, error = create(view, *range(3, 9))
     assert made == []
     assert error is not None
-    assert f"{5 * size:,}" in error or f"of {8 * size:,} bytes" in error
+    assert f"{6 * size:,} bytes are needed for 6 blocks more" in error
+    assert f"memory for 5 ({5 * size:,} bytes)" in error
     assert (memory.pages.num_handles, memory.pages.num_mappings) == before
+    many = view.resize(CreateBlocks(as_ids([3, 4]), num_more=4), LOCK)
+    assert many.error == error, "refused at once"
     assert create(view, *range(3, 8)) == ([3, 4, 5, 6, 7], None)
 
 
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
 def test_a_mapping_that_fails_leaves_nothing_behind(call: str) -> None:
     memory = FakeMemory()
     view = PoolView(memory.pages, 6, 12)

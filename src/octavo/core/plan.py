@@ -195,9 +195,11 @@ class MapBlocks:
 @dataclass(frozen=True, slots=True, eq=False)
 class CreateBlocks:
     """Give the pool memory for ``block_ids``, which have none: ascending ids, read as zeros, all of
-    them or none. Comes in a plan whose batch is empty."""
+    them or none. ``num_more`` are to follow in later plans: refused at once where there is no
+    memory for all. Comes in a plan whose batch is empty."""
 
     block_ids: IntArray
+    num_more: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,20 +47,20 @@ class PoolView:
         block_ids = command.block_ids.tolist()
         with lock:
             if isinstance(command, CreateBlocks):
-                return self._create(block_ids)
+                return self._create(block_ids, command.num_more)
             return self._release(block_ids)
 
-    def _create(self, block_ids: list[int]) -> ResizedBlocks:
+    def _create(self, block_ids: list[int], num_more: int) -> ResizedBlocks:
         """All of them, or none."""
         handles: list[int] = []
         mapped: list[int] = []
         try:
-            possible = self.pages.num_available()
-            if possible is not None and len(block_ids) > possible:
+            possible, needed = self.pages.num_available(), len(block_ids) + num_more
+            if needed > possible:
+                size = self.pages.block_bytes
                 raise PageError(
-                    f"{len(block_ids) * self.pages.block_bytes:,} bytes are needed for "
-                    f"{len(block_ids):,} blocks, and the machine has "
-                    f"{possible * self.pages.block_bytes:,} left"
+                    f"{needed * size:,} bytes are needed for {needed:,} blocks more, and there is "
+                    f"memory for {possible:,} ({possible * size:,} bytes)"
                 )
             handles = self.pages.create(len(block_ids))
             if handles != block_ids:

@@ -190,8 +190,9 @@ class PoolResizing:
         manager, target = self._state.manager, self._state.target_blocks
         num_blocks = manager.num_usable_blocks
         if num_blocks < target:
-            missing = manager.missing_blocks(min(target - num_blocks, MAX_BLOCKS_A_STEP))
-            return (CreateBlocks(missing),)
+            count = min(target - num_blocks, MAX_BLOCKS_A_STEP)
+            num_more = target - num_blocks - count
+            return (CreateBlocks(manager.missing_blocks(count), num_more),)
         if not manager.num_free_blocks:
             return ()
         excess = num_blocks - max(target, self._num_promised())

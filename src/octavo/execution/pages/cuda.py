@@ -76,8 +76,13 @@ class CudaPages:
     def max_mappings(self) -> int | None:
         return None
 
-    def num_available(self) -> None:
-        return None
+    def num_available(self) -> int:
+        with self._current_context():
+            code, free, _ = self._driver.cuMemGetInfo()
+        # Where the driver does not say, creating will.
+        return (
+            int(free) // self.block_bytes if code == self._driver.CUresult.CUDA_SUCCESS else 1 << 62
+        )
 
     def reserve(self, num_places: int) -> AddressRange:
         self._ledger.check_count(num_places, "num_places")

@@ -92,8 +92,8 @@ class Pages(Protocol):
         """How many mappings there may be; None: as many as fit."""
         ...
 
-    def num_available(self) -> int | None:
-        """How many more blocks there is memory for; None: only trying tells."""
+    def num_available(self) -> int:
+        """How many more blocks there is memory for, as far as the system knows."""
         ...
 
     def reserve(self, num_places: int) -> AddressRange:

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.core.request import FinishReason, RequestError
+    from octavo.core.request import FinishReason, PoolBusyError, PoolSizeError, RequestError
     from octavo.core.sampling_params import SamplingParams
     from octavo.engine.completion import Beam, Completion
     from octavo.engine.llm import LLM
@@ -21,6 +21,8 @@ _HOMES = {
     "Beam": "octavo.engine.completion",
     "Completion": "octavo.engine.completion",
     "FinishReason": "octavo.core.request",
+    "PoolBusyError": "octavo.core.request",
+    "PoolSizeError": "octavo.core.request",
     "RequestError": "octavo.core.request",
     "SamplingParams": "octavo.core.sampling_params",
 }
@@ -30,6 +32,8 @@ __all__ = [
     "Beam",
     "Completion",
     "FinishReason",
+    "PoolBusyError",
+    "PoolSizeError",
     "RequestError",
     "SamplingParams",
     "__version__",

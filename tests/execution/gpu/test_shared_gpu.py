@@ -25,8 +25,9 @@ pytestmark = [
 
 def built(model: Path, num_bytes: int) -> EngineCore:
     config = EngineConfig(
-        model=str(model), device="cuda", kv="virtual", kv_memory=str(num_bytes), max_num_seqs=8
-    )
+        model=str(model), device="cuda", dtype="float32", kv="virtual", kv_memory=str(num_bytes),
+        max_num_seqs=8,
+    )  # fmt: skip
     return build_engine(config)[0]
 
 
@@ -68,12 +69,13 @@ def test_the_pool_changes_while_captured_steps_run(tmp_path: Path) -> None:
     tiny_qwen3(head_dim=16).save_pretrained(tmp_path)
     core = built(tmp_path, 256 << 20)
     expected = tokens(core)
-    step, sizes = core.step, [20, 200, 40, 300, 12]
+    first = core.scheduler.state.step_id
+    step, sizes = core.step, [(34, 20), (26, 200), (18, 40), (10, 300), (2, 12)]
 
     def resizing_step():  # type: ignore[no-untyped-def]
         outputs = step()
-        if sizes and core.scheduler.state.step_id % 8 == 0:
-            core.scheduler.resizing.resize(sizes.pop())
+        if sizes and core.scheduler.state.step_id >= first + sizes[-1][0]:
+            core.scheduler.resizing.resize(sizes.pop()[1])
         return outputs
 
     core.step = resizing_step  # type: ignore[method-assign]

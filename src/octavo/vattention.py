@@ -161,8 +161,10 @@ class VirtualKVCache:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         where = torch.device(device)
-        index = where.index if where.index is not None else 0
         is_gpu = where.type == "cuda"
+        if is_gpu and where.index is None:
+            where = torch.device("cuda", _current_gpu())
+        index = where.index or 0
         granularity = cuda_page_bytes(index) if is_gpu else host_page_bytes()
         page_bytes = page_size_kb * 1024
         if page_bytes % granularity:
@@ -172,6 +174,8 @@ class VirtualKVCache:
                 f"{granularity // 1024:,} KiB ({granularity:,} bytes) and multiples of that; pass "
                 f"page_size_kb={needed}"
             )
+        if is_gpu:
+            torch.cuda.init()
         pages: Pages = CudaPages(page_bytes, device=index) if is_gpu else MemfdPages(page_bytes)
         if memory_limit is None:
             memory_limit = _default_limit(where)
@@ -342,6 +346,10 @@ class VirtualKVCache:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("this cache is closed; make a new one with VirtualKVCache.init")
+
+
+def _current_gpu() -> int:
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
 def _nothing() -> None:

@@ -50,6 +50,27 @@ def test_tokens_are_zero_or_the_sources() -> None:
     assert executor.collect().token_ids.tolist() == [10, 11]
 
 
+@pytest.mark.parametrize("virtual", [False, True])
+def test_a_pool_that_changes_is_simulated_too(virtual: bool) -> None:
+    sizes = (CAPACITY.num_blocks, CAPACITY.block_size, 4)
+    manager = VirtualManager(*sizes, max_mapped_blocks=64) if virtual else PagedManager(*sizes)
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, max_queued_requests=8,
+        max_blocks=100,
+    )  # fmt: skip
+    core = EngineCore(Scheduler(config, manager), SimulatedExecutor(CAPACITY), 2)
+    for target, number in ((60, 0), (12, 100)):
+        for index in range(4):
+            params = SamplingParams(ignore_eos=True)
+            core.scheduler.add(Request(number + index, int_array([1] * 9), params, 20, 0))
+        core.step()
+        core.scheduler.resizing.resize(target)
+        while core.has_work:
+            core.step()
+            core.scheduler.check()
+        assert manager.num_usable_blocks == target
+
+
 def simulate(depth: int) -> tuple[float, dict[int, list[int]], int, int]:
     """Eight requests on a small pool: end of the clock, tokens, steps and preemptions."""
     config = SchedulerConfig(

@@ -54,6 +54,9 @@ class PoolResizing:
         self._ended: PoolResized | None = None
         # While asleep: the blocks to come back with.
         self._awake: int | None = None
+        # The most that a request under way needs, and of which requests that is.
+        self._need_of: tuple[int, int] | None = None
+        self._need = 0
 
     @property
     def is_asleep(self) -> bool:
@@ -200,11 +203,15 @@ class PoolResizing:
 
     def _num_promised(self) -> int:
         """Blocks with which each request under way can be finished, whatever else waits for it."""
-        manager = self._state.manager
-        size, sharing = manager.block_size, manager.sharing
-        groups = {id(s.group): s.group for s in self._state.sequences.values()}.values()
-        needs = [group.request.num_blocks(size, sharing=sharing) for group in groups]
-        return manager.num_pinned_blocks + max(needs, default=0)
+        manager, state = self._state.manager, self._state
+        # Asked at every step while a shrink waits: worked out when requests have come or gone.
+        known = (state.arrivals, len(state.sequences))
+        if known != self._need_of:
+            size, sharing = manager.block_size, manager.sharing
+            groups = {id(s.group): s.group for s in state.sequences.values()}.values()
+            needs = [group.request.num_blocks(size, sharing=sharing) for group in groups]
+            self._need_of, self._need = known, max(needs, default=0)
+        return manager.num_pinned_blocks + self._need
 
     def _check_elastic(self) -> None:
         if self._state.config.max_blocks is None:

@@ -97,6 +97,8 @@ def test_memory_really_goes_back(chatty: Path) -> None:
         llm.generate([[3] * 10 * SIZE], params)
     assert llm.resize_kv(str(51 * BLOCK)).num_blocks == 50
     assert [c.token_ids for c in llm.generate(prompts, params)] == expected
+    with pytest.raises(ValueError, match="level must be 1"):
+        llm.sleep(level=2)
     llm.sleep()
     assert llm.is_sleeping
     assert pages.num_handles == 1, "the null block"

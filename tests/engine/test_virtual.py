@@ -175,15 +175,15 @@ def test_the_same_requests_again_cost_no_mapping(model: Path) -> None:
 
 def test_few_mappings_are_enough(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever could need one too many waits; what is stale goes."""
-    # Two for the pool's view and the slots, and one for each slot's end.
-    monkeypatch.setattr(memfd, "_remaining_mappings", lambda: 2 + 7 + 2 * 128 // SIZE)
+    # Two for the pool's view and what it may grow to, one for the slots and for each slot's end.
+    monkeypatch.setattr(memfd, "_remaining_mappings", lambda: 3 + 7 + 2 * 128 // SIZE)
     core = build_virtual(model, 200, max_num_seqs=7)
     assert core.scheduler.manager.max_mapped_blocks == 2 * 128 // SIZE
     check(core, REQUESTS, alone())
 
 
 def test_too_few_mappings_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memfd, "_remaining_mappings", lambda: 2 + 4 + 128 // SIZE - 1)
+    monkeypatch.setattr(memfd, "_remaining_mappings", lambda: 3 + 4 + 128 // SIZE - 1)
     with pytest.raises(ConfigError, match="a sequence of 128 tokens needs 16 mapped blocks and"):
         build_virtual(model, 200)
     monkeypatch.setattr(memfd, "_remaining_mappings", lambda: 1)

@@ -76,6 +76,20 @@ def test_who_runs_is_served_first(own: TinyServer) -> None:
     post(own, "/kv/resize", {"kv_memory": "1MiB"})
 
 
+def test_a_later_resize_takes_an_earlier_ones_place(own: TinyServer) -> None:
+    before = own.metrics()["octavo_num_kv_blocks"]
+    with ThreadPoolExecutor(10) as pool:
+        # Half of them wait for the others, so that the first resize cannot end soon.
+        running = [pool.submit(complete, own, 450) for _ in range(8)]
+        wait_for(lambda: own.metrics()["octavo_num_requests_running"], "a request to run")
+        first = pool.submit(post, own, "/kv/resize", {"kv_memory": "64KiB"}, 409)
+        wait_for(lambda: own.metrics()["octavo_num_kv_blocks"] < before, "the pool to shrink")
+        card = post(own, "/kv/resize", {"kv_memory": "1MiB"})
+        assert card["num_blocks"] == before
+        assert "another resize" in first.result()["message"]
+        assert {f.result()["usage"]["completion_tokens"] for f in running} == {450}
+
+
 @pytest.mark.parametrize(
     ("body", "word"),
     [

@@ -188,13 +188,17 @@ class LLM:
             num_blocks = blocks_in(kv_memory, self.report.capacity)
             return self._resize(lambda: self._core.scheduler.resizing.resize(num_blocks))
 
-    def sleep(self) -> None:
+    def sleep(self, level: int = 1) -> None:
         """Give all memory of the KV cache back, until `wake_up`. Cached and registered prefixes are
-        lost; weights stay. Nothing is generated meanwhile. Needs ``kv="virtual"``.
+        lost; weights stay, which is vLLM's ``level`` 1. Nothing is generated meanwhile. Needs
+        ``kv="virtual"``.
 
         Raises:
             PoolSizeError, PoolBusyError: as `resize_kv`.
+            ValueError: another ``level``.
         """
+        if level != 1:
+            raise ValueError(f"level must be 1 (weights stay), got {level!r}")
         with self._turn.taken():
             self._check_open()
             self._resize(self._core.scheduler.resizing.sleep)

@@ -64,7 +64,9 @@ class GPUParts:
     def runner(self, num_blocks: int, num_host_blocks: int = 0, capture: bool = True) -> GPURunner:
         """A runner over a pool of ``num_blocks``, the null block included."""
         model, limits = self.model, self.limits
-        arena = DeviceArena(self.layout, num_blocks, model.dtype, self.device, num_host_blocks)
+        arena = DeviceArena(
+            self.layout, num_blocks, model.dtype, self.device, num_host_blocks, limits.depth
+        )
         attention = PagedAttention(
             arena,
             model.num_heads,
@@ -82,6 +84,7 @@ class GPUParts:
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            vocab_size=limits.model_config.vocab_size,
             depth=limits.depth,
             capture=capture,
         )

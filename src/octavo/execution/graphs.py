@@ -19,7 +19,7 @@ from octavo.core.plan import Batch, IntArray
 from octavo.execution.attention.dense import MIN_TOKENS, DenseChunk, dense_count
 from octavo.execution.attention.paged import PagedAttention, PagedStep
 from octavo.execution.device import Device
-from octavo.execution.device_rows import DeviceRows, Staging
+from octavo.execution.device_rows import DeviceRows
 from octavo.execution.kernels.prefill_attention import PrefillTiles, tile_tokens
 from octavo.execution.kernels.prefix_attention import PrefixTiles, tile_rows
 from octavo.execution.kernels.row_state import fill_tokens, gather_rows
@@ -29,6 +29,7 @@ from octavo.execution.kernels.sampling import (
     argmax_tokens,
     sample_tokens,
 )
+from octavo.execution.staging import Staging
 
 if TYPE_CHECKING:
     from octavo.execution.gpu_runner import GPUModel
@@ -263,15 +264,6 @@ class StepGraphs:
         key = ("head", size, is_random, has_logits)
         logits = self._run(key, lambda: self._sample(states, sampled, is_random, has_logits))
         return logits[:count] if has_logits else None
-
-    def overwrite(
-        self, places: NDArray[np.int64], rows: IntArray, token_ids: NDArray[np.int64]
-    ) -> None:
-        """The host chose ``token_ids`` for ``rows``, at ``places`` of the step."""
-        device = self.out.device
-        tokens = torch.from_numpy(token_ids.astype(np.int32)).to(device)
-        self.out[torch.from_numpy(places).to(device)] = tokens
-        self._rows.last_token[torch.from_numpy(rows.astype(np.int64)).to(device)] = tokens
 
     def _run(self, key: Hashable, work: Callable[[], Any]) -> Any:
         if not self._captures:

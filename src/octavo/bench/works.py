@@ -265,7 +265,7 @@ def startup(name: str) -> Figure:
         "import sys; from octavo.bench import works; from octavo.core.sampling_params import "
         "SamplingParams; llm = works.open_llm(sys.argv[1]); "
         "llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1)); "
-        "print(' '.join(f'{k} {v:.1f}' for k, v in llm.report.start_s.items()))"
+        "print(llm.report.phases())"
     )
     started = time.perf_counter()
     done = subprocess.run(

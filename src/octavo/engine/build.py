@@ -43,6 +43,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     if device == "cuda":
         from octavo.engine import build_gpu
 
+        import_s = time.perf_counter() - started
         if config.kv == "virtual":
             raise ConfigError("kv=virtual is not there yet on a GPU; use kv=paged, or device=cpu")
         if config.block_size is None:
@@ -60,6 +61,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     else:
         from octavo.engine import build_cpu
 
+        import_s = time.perf_counter() - started
         limits = resolve_limits(
             config,
             str(path),
@@ -99,7 +101,8 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         weight_bytes=mechanism.model.weight_bytes(),
         workspace_bytes=mechanism.workspace_bytes,
         load_s=time.perf_counter() - started,
-        start_s=mechanism.start_s,
+        start_s={"import": import_s, **mechanism.start_s},
+        memory=mechanism.memory,
         sharing=config.sharing,
         kv=config.kv,
         max_mapped_blocks=mechanism.max_mapped_blocks,

@@ -13,11 +13,13 @@ from octavo.core.model_config import ModelLoadError
 from octavo.core.plan import Batch, KVCapacity, RowInit, StepPlan, SwapIn, SwapOut, int_array
 from octavo.core.protocols import StepError
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.device_memory import DeviceMemory, share_out
 from octavo.engine.mechanism import Limits, Mechanism, num_host_blocks
 from octavo.execution import host
 from octavo.execution.attention.paged import PagedAttention
 from octavo.execution.device import CUDADevice, Device
 from octavo.execution.device_arena import DeviceArena
+from octavo.execution.device_edits import most_bytes
 from octavo.execution.executors.gpu import GPUExecutor
 from octavo.execution.gpu_runner import GPURunner
 from octavo.execution.models.decoder import Decoder
@@ -27,9 +29,10 @@ from octavo.execution.models.loading import load_model
 TOKEN_BUDGET = 8192
 """Tokens of a step on a GPU: enough for products at their full rate, 0.2 s of an 8B."""
 MAX_NUM_SEQS = 1024
-_KV_FRACTION = 0.9
-# What the driver, the libraries and captured graphs take beside what is measured.
-_MARGIN_BYTES = 2**30
+# What captured steps take, and libraries that are loaded later.
+_GRAPH_BYTES = 2**30
+# Sequences with penalties, biases or masks that memory is kept for; more take what is unused.
+_EDITING_SEQS = 256
 
 
 class GPUParts:
@@ -123,7 +126,8 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         workspace_bytes = _measured_workspace(parts)
         start_s["kernels"] = clock() - started
         started = clock()
-        num_blocks = _num_blocks(config, parts, workspace_bytes)
+        memory = _memory(config, parts, workspace_bytes)
+        num_blocks = memory.kv_bytes // parts.layout.block_bytes
         host_blocks = num_host_blocks(
             config.swap_memory, parts.layout.block_bytes, host.available_bytes()
         )
@@ -147,6 +151,7 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         device=torch.cuda.get_device_name(),
         attention="triton",
         workspace_bytes=workspace_bytes,
+        memory=memory,
         measure_rates=lambda: _measure_rates(runner, num_measured),
         start_s=start_s,
         finds_prefix_groups=not limits.model_config.sliding_window and not config.deterministic,
@@ -196,31 +201,24 @@ def _measured_workspace(parts: GPUParts) -> int:
     return max(torch.cuda.max_memory_allocated() - before - pool_bytes, 0)
 
 
-def _num_blocks(config: EngineConfig, parts: GPUParts, workspace_bytes: int) -> int:
-    """Blocks of the pool, the null block included."""
+def _memory(config: EngineConfig, parts: GPUParts, workspace_bytes: int) -> DeviceMemory:
+    """What becomes of the device's memory."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    available = free - workspace_bytes - _MARGIN_BYTES
-    memory = KVMemory.parse(config.kv_memory)
-    if memory.num_bytes is not None:
-        wanted = memory.num_bytes
-        if wanted > available:
-            raise ConfigError(
-                f"kv_memory asks for {wanted / 2**30:.2f} GiB but {available / 2**30:.2f} GiB of "
-                "GPU memory remain after weights and workspace; ask for less"
-            )
-    elif memory.fraction is not None:
-        wanted = int(memory.fraction * available)
-    else:
-        wanted = min(available, int(_KV_FRACTION * total) - (total - free) - workspace_bytes)
-    num_blocks = wanted // parts.layout.block_bytes
-    if num_blocks < 2:
-        raise ConfigError(
-            f"the KV cache needs at least two blocks of {parts.layout.block_bytes} bytes "
-            f"({parts.layout.block_size} tokens each), but {max(wanted, 0)} bytes of GPU memory "
-            "remain for it; give more memory or take a smaller model"
-        )
-    return num_blocks
+    limits = parts.limits
+    return share_out(
+        KVMemory.parse(config.kv_memory),
+        total_bytes=total,
+        free_bytes=free,
+        weight_bytes=parts.model.weight_bytes(),
+        workspace_bytes=workspace_bytes,
+        graph_bytes=_GRAPH_BYTES,
+        sampling_bytes=most_bytes(
+            min(limits.max_num_seqs, _EDITING_SEQS), limits.model_config.vocab_size
+        ),
+        block_bytes=parts.layout.block_bytes,
+        block_size=parts.layout.block_size,
+    )
 
 
 def _measure_rates(runner: GPURunner, num_tokens: int) -> tuple[float, float]:

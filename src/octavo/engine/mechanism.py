@@ -10,6 +10,7 @@ from octavo.config import ConfigError, EngineConfig, parse_size
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import KVCapacity
 from octavo.core.protocols import Executor
+from octavo.engine.device_memory import DeviceMemory
 
 if TYPE_CHECKING:
     from octavo.execution.models.decoder import Decoder
@@ -32,7 +33,8 @@ class Mechanism:
     """``measure_rates`` runs a chunk and copies blocks: bytes a second to host memory or back, and
     tokens a second of prefill. ``start_s`` says how long the parts of the start took,
     ``finds_prefix_groups`` whether the executor reads a prefix that rows share only once,
-    ``max_mapped_blocks`` how many blocks its slots can show at once (None: it has no slots)."""
+    ``max_mapped_blocks`` how many blocks its slots can show at once (None: it has no slots),
+    ``memory`` what becomes of a device's own memory."""
 
     executor: Executor
     model: Decoder
@@ -44,6 +46,7 @@ class Mechanism:
     start_s: dict[str, float]
     finds_prefix_groups: bool = False
     max_mapped_blocks: int | None = None
+    memory: DeviceMemory | None = None
 
 
 def num_host_blocks(swap_memory: str, block_bytes: int, available: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from octavo.execution.models.parallel import Collective, TensorParallel
 from octavo.execution.models.quantization import resolve_quantization
 from octavo.execution.models.registry import MODELS
 from octavo.execution.models.safetensors_weights import SafetensorsWeights
+from octavo.execution.models.weight_reader import WeightReader
 from octavo.execution.models.weights import Weights
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -52,20 +54,24 @@ def load_model(
         raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}: {load_format!r}")
     collectives = {"all_reduce": all_reduce, "all_gather": all_gather}
     parallel = TensorParallel(rank, size, **{k: v for k, v in collectives.items() if v is not None})
-    config, tensors = _open(Path(source), load_format)
-    resolved = resolve_dtype(config, dtype, device)
-    if max_positions is not None and max_positions < 1:
-        raise ValueError(f"max_positions must be at least 1, got {max_positions}")
-    return Decoder(
-        MODELS[config.architecture],
-        config,
-        tensors,
-        dtype=resolved,
-        device=torch.device(device),
-        parallel=parallel,
-        max_positions=max_positions or config.max_position_embeddings,
-        quantization=resolve_quantization(weights, resolved, torch.device(device)),
-    )
+    with contextlib.ExitStack() as stack:
+        reader = None
+        if torch.device(device).type == "cuda":
+            reader = stack.enter_context(WeightReader(torch.device(device)))
+        config, tensors = _open(Path(source), load_format, reader)
+        resolved = resolve_dtype(config, dtype, device)
+        if max_positions is not None and max_positions < 1:
+            raise ValueError(f"max_positions must be at least 1, got {max_positions}")
+        return Decoder(
+            MODELS[config.architecture],
+            config,
+            tensors,
+            dtype=resolved,
+            device=torch.device(device),
+            parallel=parallel,
+            max_positions=max_positions or config.max_position_embeddings,
+            quantization=resolve_quantization(weights, resolved, torch.device(device)),
+        )
 
 
 def load_config(source: str | os.PathLike[str]) -> ModelConfig:
@@ -90,7 +96,7 @@ def resolve_dtype(config: ModelConfig, requested: str, device: str | torch.devic
     return dtype
 
 
-def _open(path: Path, load_format: str) -> tuple[ModelConfig, Weights]:
+def _open(path: Path, load_format: str, reader: WeightReader | None) -> tuple[ModelConfig, Weights]:
     if not path.exists():
         raise ModelLoadError(f"{path}: no such file or directory")
     is_gguf = path.suffix == ".gguf" or load_format == "gguf"
@@ -106,4 +112,4 @@ def _open(path: Path, load_format: str) -> tuple[ModelConfig, Weights]:
         return load_hf_config(path), DummyWeights()
     if not path.is_dir():
         raise ModelLoadError(f"{path}: is neither a directory nor a .gguf file")
-    return load_hf_config(path), SafetensorsWeights(path)
+    return load_hf_config(path), SafetensorsWeights(path, reader)

@@ -21,10 +21,11 @@ from octavo.execution.device import CUDADevice, Device
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.device_edits import most_bytes
 from octavo.execution.executors.gpu import GPUExecutor
-from octavo.execution.gpu_runner import GPURunner
+from octavo.execution.gpu_runner import GPUModel, GPURunner
 from octavo.execution.models.decoder import Decoder
 from octavo.execution.models.fused import FusedDecoder, can_fuse
 from octavo.execution.models.loading import load_model
+from octavo.execution.models.unfused import UnfusedDecoder
 
 TOKEN_BUDGET = 8192
 """Tokens of a step on a GPU: enough for products at their full rate, 0.2 s of an 8B."""
@@ -47,12 +48,17 @@ class GPUParts:
         *,
         is_invariant: bool = False,
     ) -> None:
-        if not can_fuse(model):
-            raise ModelLoadError(
-                f"{limits.model_config.architecture} does not run on a GPU yet; use device=cpu"
-            )
         self.model = model
-        self.fused = FusedDecoder(model, is_invariant=is_invariant)
+        self.gpu_model: GPUModel
+        if can_fuse(model):
+            self.gpu_model = FusedDecoder(model, is_invariant=is_invariant)
+        elif is_invariant:
+            raise ConfigError(
+                f"{limits.model_config.architecture} does not run deterministically on a GPU; "
+                "leave deterministic out, or use device=cpu"
+            )
+        else:
+            self.gpu_model = UnfusedDecoder(model)
         self.is_invariant = is_invariant
         self.device = device
         self.limits = limits
@@ -80,7 +86,7 @@ class GPUParts:
             is_invariant=self.is_invariant,
         )
         return GPURunner(
-            self.fused,
+            self.gpu_model,
             arena,
             attention,
             self.device,
@@ -196,7 +202,7 @@ def _measured_workspace(parts: GPUParts) -> int:
     with torch.inference_mode():
         shape = (limits.max_num_seqs, parts.model.config.hidden_size)
         device = parts.device.torch_device
-        parts.fused.logits(torch.zeros(shape, dtype=parts.model.dtype, device=device))
+        parts.gpu_model.logits(torch.zeros(shape, dtype=parts.model.dtype, device=device))
     torch.cuda.synchronize()
     return max(torch.cuda.max_memory_allocated() - before - pool_bytes, 0)
 

@@ -37,7 +37,13 @@ from octavo.execution.sampling.prompts import PromptScorer
 class GPUModel(Protocol):
     """What a GPU runner needs of a model."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Any) -> Any: ...
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Any,
+        wanted: torch.Tensor | None = None,
+    ) -> Any: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -128,13 +134,17 @@ class GPURunner:
                 logits = self.graphs.decode(batch, int(starts.max()) + 1, is_random, has_logits)
             else:
                 self._is_placed[batch.rows] = batch.samples
-                hidden = self._forward(batch, starts)
-                if self._prompts.wants(batch.rows):
+                is_scored = self._prompts.wants(batch.rows)
+                index = self._sampled_tokens(plan)
+                # Prompts that are scored need the states of all their tokens.
+                hidden, is_all = self._forward(batch, starts, None if is_scored else index)
+                if is_scored:
                     parts = self._prompts.parts(batch.rows, starts, batch.num_scheduled_tokens)
                     self.scores.score_prompts(parts, hidden, self.model.logits)
                 if not len(rows):
                     return self._pending(plan, 0, transfers)
-                index = self._sampled_tokens(plan)
+                if not is_all:
+                    index = np.arange(len(index))
                 logits = self.graphs.head(
                     hidden, index, rows, self.position[rows], is_random, has_logits
                 )
@@ -231,7 +241,9 @@ class GPURunner:
             and bool(self._is_placed[batch.rows].all())
         )
 
-    def _forward(self, batch: Batch, starts: IntArray) -> torch.Tensor:
+    def _forward(
+        self, batch: Batch, starts: IntArray, wanted: NDArray[np.int64] | None
+    ) -> tuple[torch.Tensor, bool]:
         counts = batch.num_scheduled_tokens
         ends = np.cumsum(counts, dtype=np.int32)
         offsets = ends - counts
@@ -241,7 +253,7 @@ class GPURunner:
             known = self._known[batch.rows[i]]
             offset, count, start = offsets[i], counts[i], starts[i]
             token_ids[offset : offset + count] = known[start : start + count]
-        return self.graphs.forward(batch.rows, counts, starts, token_ids, positions)
+        return self.graphs.forward(batch.rows, counts, starts, token_ids, positions, wanted)
 
     def _sampled_tokens(self, plan: StepPlan) -> NDArray[np.int64]:
         """Which of the step's tokens each sampled row draws from."""

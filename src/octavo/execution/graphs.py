@@ -77,7 +77,8 @@ class StepGraphs:
         self._decode_inputs = torch.zeros(3, _padded(size), dtype=torch.int32, device=place)
         self._head_inputs = Staging(device, 3 * _padded(size), depth)
         most = _token_bucket(max_num_batched_tokens)
-        self._forward_inputs = Staging(device, 3 * most + 4 * _padded(most + 64) + 32, depth)
+        num_ints = 3 * most + 4 * _padded(most + 64) + 32 + _padded(size)
+        self._forward_inputs = Staging(device, num_ints, depth)
         self._hidden: torch.Tensor | None = None
         self._captured_states: torch.Tensor | None = None
         self._batch: Batch | None = None
@@ -156,9 +157,14 @@ class StepGraphs:
         starts: IntArray,
         token_ids: IntArray,
         positions: IntArray,
-    ) -> torch.Tensor:
+        wanted: NDArray[np.int64] | None,
+    ) -> tuple[torch.Tensor, bool]:
         """Run ``counts[i]`` tokens of each row, from ``starts[i]`` on; a negative token id stands
-        for what the row sampled last. Returns ``[tokens or more, hidden]``, the rest is padding."""
+        for what the row sampled last.
+
+        Returns ``[tokens or more, hidden]``, of which the rest is padding, and True; or, where the
+        step is not captured, the states of the ``wanted`` tokens alone, and False.
+        """
         num_tokens, null = len(token_ids), self._rows.num_rows
         single = counts == 1
         num_decode = len(rows) if single.all() else int(np.argmin(single))
@@ -192,7 +198,13 @@ class StepGraphs:
         for part in range(4):
             place = first + part * tile_width
             host[place : place + num_tiles] = tiles[part]
-        sent = self._forward_inputs.send(first + 4 * tile_width)
+        first += 4 * tile_width
+        is_all = is_captured or wanted is None
+        num_wanted = 0 if is_all or wanted is None else len(wanted)
+        if num_wanted:
+            host[first : first + num_wanted] = wanted
+        sent = self._forward_inputs.send(first + num_wanted)
+        kept = None if is_all else sent[first:]
         longest = int((starts + counts).max())
         is_long = longest > _LONG
 
@@ -200,11 +212,11 @@ class StepGraphs:
 
         def work() -> torch.Tensor:
             return self._forward(
-                sent, size, width, max_tiles, tile_width, max_decode, is_long, chunks
+                sent, size, width, max_tiles, tile_width, max_decode, is_long, chunks, kept
             )
 
         if not is_captured:
-            return work()
+            return work(), is_all
 
         def captured() -> torch.Tensor:
             """States in memory that all captured steps share."""
@@ -215,7 +227,7 @@ class StepGraphs:
             return self._captured_states[:size].copy_(hidden)
 
         key = ("forward", size, max_tiles, max_decode, is_long)
-        return self._run(key, captured)
+        return self._run(key, captured), True
 
     @staticmethod
     def _dense_chunks(
@@ -313,6 +325,7 @@ class StepGraphs:
         max_decode: int,
         is_long: bool,
         dense: tuple[DenseChunk, ...],
+        wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         token_ids, token_rows, positions = (sent[part * width :][:size] for part in range(3))
         fill_tokens(token_ids, token_rows, self._rows.last_token)
@@ -329,7 +342,9 @@ class StepGraphs:
             is_long=is_long,
             dense=dense,
         )
-        hidden: torch.Tensor = self._model.forward(token_ids, positions, self._attention.plan(step))
+        hidden: torch.Tensor = self._model.forward(
+            token_ids, positions, self._attention.plan(step), wanted
+        )
         return hidden
 
     def _sample(

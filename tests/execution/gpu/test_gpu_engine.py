@@ -175,14 +175,13 @@ def test_rows_that_begin_alike_read_it_once(model: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("changes", [{}, OPT_350M], ids=["125m", "350m"])
 def test_learned_positions_and_layer_norms(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """OPT, preempted on the way; norms before its parts, and after them."""
+    """OPT, its prompts in chunks; norms before its parts, and after them."""
     tiny_opt(**changes).save_pretrained(tmp_path)
     plain, _ = build(tmp_path, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE)
     expected = run(plain, requests(3))
     plain.close()
-    core = gpu_engine(tmp_path, num_blocks=9, depth=2, chunk=16)
+    core = gpu_engine(tmp_path, num_blocks=60, depth=2, chunk=7)
     assert run(core, requests(3)) == expected
-    assert core.scheduler.num_preemptions
     core.close()
     with pytest.raises(ConfigError, match="OPTForCausalLM does not run deterministically on a GPU"):
         gpu_engine(tmp_path, num_blocks=9, depth=2, chunk=16, is_invariant=True)

@@ -94,7 +94,8 @@ class Cost:
 
 
 class Floors:
-    """Adds up the floors of the steps that an engine plans, and how long the host waited."""
+    """Adds up the floors of the steps that an engine plans, and what they cost the host: how long
+    it waited, and of its own work what no step of the device hid."""
 
     def __init__(self, llm: LLM, ceilings: Ceilings) -> None:
         self._core = llm._core
@@ -102,13 +103,16 @@ class Floors:
         self._cost = Cost.of(llm)
         self.seconds = 0.0
         self.waited_s = 0.0
+        self.exposed_s = 0.0
         self.num_steps = 0
 
     def host(self, seconds: float) -> str:
-        """What a step cost the host, of ``seconds`` in all. It is hidden where it waits as well."""
+        """What a step cost the host, of ``seconds`` in all. Its work is hidden while the device has
+        steps to run; where the device was found idle, all of the work since then counts as not."""
         steps = max(self.num_steps, 1)
-        work_ms, waited_ms = (seconds - self.waited_s) / steps * 1e3, self.waited_s / steps * 1e3
-        return f"host {work_ms:.2f} ms a step, then waits {waited_ms:.2f}"
+        parts = (seconds - self.waited_s, self.exposed_s, self.waited_s)
+        work_ms, exposed_ms, waited_ms = (part / steps * 1e3 for part in parts)
+        return f"host {work_ms:.2f} ms a step ({exposed_ms:.2f} not hidden), waits {waited_ms:.2f}"
 
     @contextmanager
     def counted(self) -> Iterator[Floors]:
@@ -127,21 +131,27 @@ class Floors:
                 self.num_steps += 1
             return found
 
-        collect = self._core.executor.collect
+        executor: Any = self._core.executor
+        collect = executor.collect
+        resumed = time.perf_counter()
 
         def waiting() -> StepResult:
+            nonlocal resumed
             started = time.perf_counter()
-            result = collect()
-            self.waited_s += time.perf_counter() - started
+            if executor.is_idle:
+                self.exposed_s += started - resumed
+            result: StepResult = collect()
+            resumed = time.perf_counter()
+            self.waited_s += resumed - started
             return result
 
         scheduler.plan = counting  # type: ignore[method-assign]
-        self._core.executor.collect = waiting  # type: ignore[method-assign]
+        executor.collect = waiting
         try:
             yield self
         finally:
             scheduler.plan = plan  # type: ignore[method-assign]
-            self._core.executor.collect = collect  # type: ignore[method-assign]
+            executor.collect = collect
 
 
 def shape(name: str) -> str:

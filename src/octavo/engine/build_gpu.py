@@ -140,6 +140,7 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         runner = parts.runner(num_blocks, host_blocks)
         most_tokens = min(parts.layout.block_size * (num_blocks - 1), limits.max_model_len)
         warm_up(runner, min(32, most_tokens - 2))
+        warm_up_sampling(runner)
         start_s["pool"] = clock() - started
     except StepError as error:
         raise ModelLoadError(
@@ -187,6 +188,28 @@ def warm_up(runner: GPURunner, num_tokens: int) -> None:
     runner.collect(runner.launch(StepPlan(step_id=0, batch=prefill, row_inits=(init,))))
     for _ in range(2):
         runner.collect(runner.launch(StepPlan(step_id=0, batch=decode)))
+
+
+def warm_up_sampling(runner: GPURunner) -> None:
+    """Sample one token on row 0 with all that a request may ask for, so that no request pays for
+    compiling it."""
+    params = SamplingParams(
+        temperature=1.0,
+        presence_penalty=0.1,
+        logit_bias={0: 0.1},
+        bad_words_token_ids=((0, 0),),
+    )
+    init = RowInit(
+        row=0,
+        token_ids=int_array([0]),
+        num_computed_tokens=0,
+        block_ids=int_array([1]),
+        params=params,
+        seed=0,
+        num_logprobs=1,
+    )
+    batch = Batch.decode(int_array([0]))
+    runner.collect(runner.launch(StepPlan(step_id=0, batch=batch, row_inits=(init,))))
 
 
 def _measured_workspace(parts: GPUParts) -> int:

@@ -235,6 +235,10 @@ def _memory(config: EngineConfig, parts: GPUParts, workspace_bytes: int) -> Devi
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     limits = parts.limits
+    vocab_size = limits.model_config.vocab_size
+    # State of the rows that edit, and a copy of the logits of all.
+    sampling_bytes = most_bytes(min(limits.max_num_seqs, _EDITING_SEQS), vocab_size)
+    sampling_bytes += limits.max_num_seqs * vocab_size * parts.model.dtype.itemsize
     return share_out(
         KVMemory.parse(config.kv_memory),
         total_bytes=total,
@@ -242,9 +246,7 @@ def _memory(config: EngineConfig, parts: GPUParts, workspace_bytes: int) -> Devi
         weight_bytes=parts.model.weight_bytes(),
         workspace_bytes=workspace_bytes,
         graph_bytes=_GRAPH_BYTES,
-        sampling_bytes=most_bytes(
-            min(limits.max_num_seqs, _EDITING_SEQS), limits.model_config.vocab_size
-        ),
+        sampling_bytes=sampling_bytes,
         block_bytes=parts.layout.block_bytes,
         block_size=parts.layout.block_size,
     )

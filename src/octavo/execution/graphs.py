@@ -81,6 +81,7 @@ class StepGraphs:
         self._forward_inputs = Staging(device, num_ints, depth)
         self._hidden: torch.Tensor | None = None
         self._captured_states: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
         self._batch: Batch | None = None
         self._max_tiles = 0
 
@@ -356,8 +357,13 @@ class StepGraphs:
         argmax_tokens(logits, sampled, self._workspace, out, rows.last_token, rows.position)
         if is_random:
             sample_tokens(logits, sampled, rows.sampling, self._workspace, out, rows.last_token)
-        # Kept alive by a captured step, they would be memory that no other step can use.
-        return logits if has_logits else None
+        if not has_logits:
+            return None
+        # A copy: kept alive by a captured step, they would be memory that no other step can use.
+        if self._logits is None:
+            shape = (len(self._order), logits.shape[1])
+            self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+        return self._logits[: len(logits)].copy_(logits)
 
 
 def _tiles(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octavo.bench import works
+from octavo.bench import floors, works
 from octavo.bench.ceilings import Ceilings
-from octavo.bench.works import Cost
+from octavo.bench.floors import Cost, Floors
 from octavo.cli import app
 
 AT = Ceilings(read_bytes=100.0, matmul_flops=1000.0, to_host_bytes=1.0, from_host_bytes=1.0)
@@ -66,16 +66,16 @@ def test_what_the_host_hides(monkeypatch: pytest.MonkeyPatch) -> None:
 
     executor = Executor()
     core = SimpleNamespace(executor=executor, scheduler=SimpleNamespace(plan=lambda: None))
-    monkeypatch.setattr(works.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(works.Cost, "of", lambda llm: None)
-    floors = works.Floors(SimpleNamespace(_core=core), AT)  # type: ignore[arg-type]
-    with floors.counted():
+    monkeypatch.setattr(floors.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Cost, "of", lambda llm: None)
+    found = Floors(SimpleNamespace(_core=core), AT)  # type: ignore[arg-type]
+    with found.counted():
         for work_s in (0.25, 0.5, 0.125):
             now[0] += work_s
             executor.collect()
-    floors.num_steps = 3
-    assert (floors.waited_s, floors.exposed_s) == (3.0, 0.5)
-    assert floors.host(now[0]) == "host 291.67 ms a step (166.67 not hidden), waits 1000.00"
+    found.num_steps = 3
+    assert (found.waited_s, found.exposed_s) == (3.0, 0.5)
+    assert found.host(now[0]) == "host 291.67 ms a step (166.67 not hidden), waits 1000.00"
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

@@ -7,11 +7,12 @@
     shared-prefix  512 requests with 2048 tokens in common, 64 of their own and 64 out
     prefill N      one prompt of N tokens
     startup        from the start of a process to its first token
+    load           the same, reading a checkpoint (written before) from the page cache
+    sampling       decode 64 again, every row with penalties, or with log probabilities
     swap           blocks to host memory and back
     deterministic  decode, with the same bits whatever the batch
 
-A step's floor is what its arithmetic and its memory traffic take at the rates of `ceilings`: the
-longer of reading the weights and multiplying with them, then reading the keys and values.
+Floors are those of `floors`, at the rates of `ceilings`.
 
 Run it as ``octavo bench gpu`` or, with PyTorch alone, ``python -m octavo.bench.works``.
 """
@@ -23,25 +24,35 @@ import gc
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.bench.floors import Cost, Floors
 from octavo.core.sampling_params import SamplingParams
 from octavo.workload.traces import load_trace
 
 if TYPE_CHECKING:
     from octavo.bench.ceilings import Ceilings
-    from octavo.core.plan import StepPlan, StepResult
     from octavo.engine.llm import LLM
 
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b")
-WORKS = ("startup", "swap", "decode", "sharegpt", "prefill", "shared-prefix", "deterministic")
+WORKS = (
+    "startup",
+    "load",
+    "swap",
+    "decode",
+    "sampling",
+    "sharegpt",
+    "prefill",
+    "shared-prefix",
+    "deterministic",
+)
 DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)
 PREFILL_TOKENS = (8192, 32768, 65536, 122880)
 DETERMINISTIC_ROWS = (1, 32, 256)
@@ -60,100 +71,6 @@ class Figure:
     notes: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Bytes of what a step reads: the layers' weights, the head's, a token's keys and values. A
-    weight is multiplied once for each token (layers) or sampled row (head)."""
-
-    layer_bytes: int
-    head_bytes: int
-    token_bytes: int
-    weight_bytes: int = 2
-    attention_width: int = 0
-
-    @classmethod
-    def of(cls, llm: LLM) -> Cost:
-        model = llm._core.executor.runner.model.model  # type: ignore[attr-defined]
-        config, capacity = model.config, llm.report.capacity
-        head_bytes = model.head.weight.nbytes
-        embedding = 0 if config.tie_word_embeddings else model.embedding.num_bytes
-        return cls(
-            layer_bytes=llm.report.weight_bytes - embedding - head_bytes,
-            head_bytes=head_bytes,
-            token_bytes=capacity.block_bytes // capacity.block_size,
-            attention_width=config.num_layers * config.num_attention_heads * config.head_dim,
-        )
-
-    def step_s(self, num_tokens: int, num_sampled: int, num_keys: float, at: Ceilings) -> float:
-        """The floor of a step that reads ``num_keys`` tokens' keys and values."""
-        total = 0.0
-        for num_bytes, rows in ((self.layer_bytes, num_tokens), (self.head_bytes, num_sampled)):
-            flops = 2 * num_bytes / self.weight_bytes * rows
-            total += max(bool(rows) * num_bytes / at.read_bytes, flops / at.matmul_flops)
-        return total + num_keys * self.token_bytes / at.read_bytes
-
-
-class Floors:
-    """Adds up the floors of the steps that an engine plans, and what they cost the host: how long
-    it waited, and of its own work what no step of the device hid."""
-
-    def __init__(self, llm: LLM, ceilings: Ceilings) -> None:
-        self._core = llm._core
-        self._ceilings = ceilings
-        self._cost = Cost.of(llm)
-        self.seconds = 0.0
-        self.waited_s = 0.0
-        self.exposed_s = 0.0
-        self.num_steps = 0
-
-    def host(self, seconds: float) -> str:
-        """What a step cost the host, of ``seconds`` in all. Its work is hidden while the device has
-        steps to run; where the device was found idle, all of the work since then counts as not."""
-        steps = max(self.num_steps, 1)
-        parts = (seconds - self.waited_s, self.exposed_s, self.waited_s)
-        work_ms, exposed_ms, waited_ms = (part / steps * 1e3 for part in parts)
-        return f"host {work_ms:.2f} ms a step ({exposed_ms:.2f} not hidden), waits {waited_ms:.2f}"
-
-    @contextmanager
-    def counted(self) -> Iterator[Floors]:
-        scheduler = self._core.scheduler
-        plan = scheduler.plan
-
-        def counting() -> StepPlan | None:
-            found = plan()
-            if found is not None:
-                batch = found.batch
-                # Read by each row for itself, as if nothing were shared.
-                keys = float(scheduler.rows.num_computed[batch.rows].sum())
-                self.seconds += self._cost.step_s(
-                    batch.num_tokens, len(found.sampled_rows()), keys, self._ceilings
-                )
-                self.num_steps += 1
-            return found
-
-        executor: Any = self._core.executor
-        collect = executor.collect
-        resumed = time.perf_counter()
-
-        def waiting() -> StepResult:
-            nonlocal resumed
-            started = time.perf_counter()
-            if executor.is_idle:
-                self.exposed_s += started - resumed
-            result: StepResult = collect()
-            resumed = time.perf_counter()
-            self.waited_s += resumed - started
-            return result
-
-        scheduler.plan = counting  # type: ignore[method-assign]
-        executor.collect = waiting
-        try:
-            yield self
-        finally:
-            scheduler.plan = plan  # type: ignore[method-assign]
-            executor.collect = collect
-
-
 def shape(name: str) -> str:
     """Path of a model's shape, to be run with random weights."""
     return str(resources.files("octavo.bench") / "shapes" / f"{name}.json")
@@ -164,18 +81,22 @@ def open_llm(name: str, **options: Any) -> LLM:
     from octavo.engine.llm import LLM
 
     path = shape(name) if name in SHAPES else name
-    return LLM(path, load_format="dummy", max_queued_requests=100_000, **options)
+    return LLM(path, **{"load_format": "dummy", "max_queued_requests": 100_000} | options)
 
 
-def generate(llm: LLM, lengths: Sequence[tuple[int, int]], seed: int, prefix: int = 0) -> float:
-    """Seconds for requests of (prompt, output) random tokens, ``prefix`` tokens in common."""
+def generate(
+    llm: LLM, lengths: Sequence[tuple[int, int]], seed: int, prefix: int = 0, **asked: Any
+) -> float:
+    """Seconds for requests of (prompt, output) random tokens, ``prefix`` tokens in common.
+    ``asked`` are further sampling parameters."""
     random = np.random.default_rng(seed)
     common = random.integers(0, llm.report.vocab_size, prefix).tolist()
     prompts = [
         common + random.integers(0, llm.report.vocab_size, prompt).tolist() for prompt, _ in lengths
     ]
     params = [
-        SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True) for _, output in lengths
+        SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, **asked)
+        for _, output in lengths
     ]
     gc.collect()
     gc.freeze()
@@ -186,15 +107,29 @@ def generate(llm: LLM, lengths: Sequence[tuple[int, int]], seed: int, prefix: in
     return seconds
 
 
-def decode(llm: LLM, rows: int, ceilings: Ceilings, steps: int = _STEPS) -> Figure:
-    generate(llm, [(_PROMPT, 4)] * rows, 1)
-    one = min(generate(llm, [(_PROMPT, 1)] * rows, seed) for seed in (2, 3))
+def decode(llm: LLM, rows: int, ceilings: Ceilings, steps: int = _STEPS, **asked: Any) -> Figure:
+    generate(llm, [(_PROMPT, 4)] * rows, 1, **asked)
+    one = min(generate(llm, [(_PROMPT, 1)] * rows, seed, **asked) for seed in (2, 3))
     floors = Floors(llm, ceilings)
     with floors.counted():
-        many = generate(llm, [(_PROMPT, steps + 1)] * rows, 4)
+        many = generate(llm, [(_PROMPT, steps + 1)] * rows, 4, **asked)
     step_ms = (many - one) / steps * 1e3
     floor_s = Cost.of(llm).step_s(rows, rows, rows * (_PROMPT + steps / 2), ceilings)
     return _timed(f"decode {rows}", "ms a step", step_ms, floor_s * 1e3, floors.host(many))
+
+
+def sampling(llm: LLM, ceilings: Ceilings, rows: int = 64) -> list[Figure]:
+    """What rows ask for beside the likeliest token; the floor is that of a plain step."""
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    asked: dict[str, dict[str, Any]] = {
+        "penalties": penalties,
+        "logprobs 20": {"logprobs": 20},
+        "both": {**penalties, "logprobs": 20},
+    }
+    return [
+        replace(decode(llm, rows, ceilings, **params), work=f"{name}, {rows} rows")
+        for name, params in asked.items()
+    ]
 
 
 def sharegpt(llm: LLM, ceilings: Ceilings) -> list[Figure]:
@@ -269,20 +204,31 @@ def swap(llm: LLM, ceilings: Ceilings) -> list[Figure]:
     return figures
 
 
-def startup(name: str) -> Figure:
+def startup(name: str, load_format: str = "dummy") -> Figure:
     """A process of its own, with the caches as they are."""
     code = (
         "import sys; from octavo.bench import works; from octavo.core.sampling_params import "
-        "SamplingParams; llm = works.open_llm(sys.argv[1]); "
+        "SamplingParams; llm = works.open_llm(sys.argv[1], load_format=sys.argv[2]); "
         "llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1)); "
         "print(llm.report.phases())"
     )
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", code, name], check=True, capture_output=True, text=True
+        [sys.executable, "-c", code, name, load_format], check=True, capture_output=True, text=True
     )
     seconds = time.perf_counter() - started
     return Figure(work="startup", unit="s", figure=seconds, notes=done.stdout.strip())
+
+
+def load(name: str) -> Figure:
+    """`startup` from a checkpoint that was just written."""
+    from octavo.bench.checkpoint import write_checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
+        num_bytes = write_checkpoint(shape(name) if name in SHAPES else name, folder)
+        figure = startup(folder, load_format="safetensors")
+        notes = f"{num_bytes / 1e9:.1f} GB; {figure.notes}"
+        return replace(figure, work="load", notes=notes)
 
 
 def run(
@@ -319,6 +265,8 @@ def _run(name: str, works: Sequence[str], emit: Callable[[Figure], None]) -> dic
 
     if "startup" in works:
         tell(startup(name))
+    if "load" in works:
+        tell(load(name))
     ceilings = Ceilings.measure()
     with open_llm(
         name, prefix_caching=False, swap_memory="1GiB" if "swap" in works else "0"
@@ -328,6 +276,8 @@ def _run(name: str, works: Sequence[str], emit: Callable[[Figure], None]) -> dic
             tell(*swap(llm, ceilings))
         for rows in DECODE_ROWS if "decode" in works else ():
             tell(decode(llm, rows, ceilings))
+        if "sampling" in works:
+            tell(*sampling(llm, ceilings))
         if "sharegpt" in works:
             tell(*sharegpt(llm, ceilings))
         for num_tokens in PREFILL_TOKENS if "prefill" in works else ():

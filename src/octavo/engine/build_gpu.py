@@ -130,7 +130,7 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
     try:
         started = clock()
         workspace_bytes = _measured_workspace(parts)
-        start_s["kernels"] = clock() - started
+        start_s["first forward"] = clock() - started
         started = clock()
         memory = _memory(config, parts, workspace_bytes)
         num_blocks = memory.kv_bytes // parts.layout.block_bytes

@@ -22,7 +22,8 @@ def gpu(
     works: Annotated[
         list[str] | None,
         typer.Argument(
-            help="startup, swap, decode, sharegpt, prefill, shared-prefix, deterministic [all]."
+            help="startup, load, swap, decode, sampling, sharegpt, prefill, shared-prefix, "
+            "deterministic [all]."
         ),
     ] = None,
     model: Annotated[

@@ -23,6 +23,7 @@ from octavo.core.plan import (
 )
 from octavo.core.protocols import StepError
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.device_memory import DeviceMemory, share_out
 from octavo.engine.mechanism import Limits, Mechanism, SlotOptions, num_host_blocks
 from octavo.engine.slots import mappable_layout
 from octavo.execution import host
@@ -30,12 +31,14 @@ from octavo.execution.attention.paged import PagedAttention
 from octavo.execution.attention.stock import StockAttention
 from octavo.execution.device import CUDADevice, Device
 from octavo.execution.device_arena import DeviceArena
+from octavo.execution.device_edits import most_bytes
 from octavo.execution.executors.gpu import GPUExecutor
-from octavo.execution.gpu_runner import GPURunner
+from octavo.execution.gpu_runner import GPUModel, GPURunner
 from octavo.execution.models.decoder import Decoder
 from octavo.execution.models.fp8 import E4M3
 from octavo.execution.models.fused import FusedDecoder, can_fuse
 from octavo.execution.models.loading import load_model
+from octavo.execution.models.unfused import UnfusedDecoder
 from octavo.execution.pages.cuda import CudaPages, cuda_page_bytes
 from octavo.execution.pages.interface import PageError, host_page_bytes
 from octavo.execution.pages.memfd import MemfdPages
@@ -44,10 +47,11 @@ from octavo.execution.virtual_device_arena import VirtualDeviceArena
 TOKEN_BUDGET = 8192
 """Tokens of a step on a GPU: enough for products at their full rate, 0.2 s of an 8B."""
 MAX_NUM_SEQS = 1024
-_KV_FRACTION = 0.9
 _FP8_CAPABILITY = (8, 9)
-# What the driver, the libraries and captured graphs take beside what is measured.
-_MARGIN_BYTES = 2**30
+# What captured steps take, and libraries that are loaded later.
+_GRAPH_BYTES = 2**30
+# Sequences with penalties, biases or masks that memory is kept for; more take what is unused.
+_EDITING_SEQS = 256
 
 
 class GPUParts:
@@ -69,15 +73,19 @@ class GPUParts:
         is one of `octavo.config.KV_DTYPES`.
 
         Raises:
-            ConfigError: a block of this size cannot be mapped.
-            ModelLoadError: the model does not run on a GPU.
+            ConfigError: a block of this size cannot be mapped, or the model is not deterministic.
         """
-        if not can_fuse(model):
-            raise ModelLoadError(
-                f"{limits.model_config.architecture} does not run on a GPU yet; use device=cpu"
-            )
         self.model = model
-        self.fused = FusedDecoder(model, is_invariant=is_invariant)
+        self.gpu_model: GPUModel
+        if can_fuse(model):
+            self.gpu_model = FusedDecoder(model, is_invariant=is_invariant)
+        elif is_invariant:
+            raise ConfigError(
+                f"{limits.model_config.architecture} does not run deterministically on a GPU; "
+                "leave deterministic out, or use device=cpu"
+            )
+        else:
+            self.gpu_model = UnfusedDecoder(model)
         self.is_invariant = is_invariant
         self.device = device
         self.limits = limits
@@ -119,23 +127,26 @@ class GPUParts:
             kv_scales=self.kv_scales,
         )
         return GPURunner(
-            self.fused,
+            self.gpu_model,
             arena,
             attention,
             self.device,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            vocab_size=limits.model_config.vocab_size,
             depth=limits.depth,
             capture=capture,
         )
 
     def _arena(self, num_blocks: int, num_host_blocks: int) -> DeviceArena:
-        sizes = (self.layout, num_blocks, self.kv_dtype, self.device, num_host_blocks)
+        limits = self.limits
+        sizes = (
+            self.layout, num_blocks, self.kv_dtype, self.device, num_host_blocks, limits.depth
+        )  # fmt: skip
         if not self.is_virtual:
             return DeviceArena(*sizes)
         kind = CudaPages if isinstance(self.device, CUDADevice) else MemfdPages
-        limits = self.limits
         return VirtualDeviceArena(
             *sizes,
             num_slots=limits.max_num_seqs,
@@ -200,9 +211,10 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
             )
         started = clock()
         workspace_bytes = _measured_workspace(parts)
-        start_s["kernels"] = clock() - started
+        start_s["first forward"] = clock() - started
         started = clock()
-        num_blocks = _num_blocks(config, parts, workspace_bytes)
+        memory = _memory(config, parts, workspace_bytes)
+        num_blocks = memory.kv_bytes // parts.layout.block_bytes
         host_blocks = num_host_blocks(
             config.swap_memory, parts.layout.block_bytes, host.available_bytes()
         )
@@ -216,6 +228,7 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
             )
         most_tokens = min(parts.layout.block_size * (num_blocks - 1), limits.max_model_len)
         warm_up(runner, min(32, most_tokens - 2))
+        warm_up_sampling(runner)
         start_s["pool"] = clock() - started
     except PageError as error:
         raise ConfigError(f"kv=virtual: {error}; or use kv=paged") from error
@@ -236,6 +249,7 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         attention=attention,
         slots=slots,
         workspace_bytes=workspace_bytes,
+        memory=memory,
         measure_rates=lambda: _measure_rates(runner, num_measured),
         start_s=start_s,
         kv_dtype=str(parts.kv_dtype).removeprefix("torch."),
@@ -307,6 +321,28 @@ def warm_up(runner: GPURunner, num_tokens: int) -> None:
         runner.arena.slots.mapper.wait()
 
 
+def warm_up_sampling(runner: GPURunner) -> None:
+    """Sample one token on row 0 with all that a request may ask for, so that no request pays for
+    compiling it."""
+    params = SamplingParams(
+        temperature=1.0,
+        presence_penalty=0.1,
+        logit_bias={0: 0.1},
+        bad_words_token_ids=((0, 0),),
+    )
+    init = RowInit(
+        row=0,
+        token_ids=int_array([0]),
+        num_computed_tokens=0,
+        block_ids=int_array([1]),
+        params=params,
+        seed=0,
+        num_logprobs=1,
+    )
+    batch = Batch.decode(int_array([0]))
+    runner.collect(runner.launch(StepPlan(step_id=0, batch=batch, row_inits=(init,))))
+
+
 def _measured_workspace(parts: GPUParts) -> int:
     """Bytes that a step takes beside weights and pool: the largest forward pass and the widest head
     are run once, over a pool just large enough."""
@@ -320,36 +356,31 @@ def _measured_workspace(parts: GPUParts) -> int:
     with torch.inference_mode():
         shape = (limits.max_num_seqs, parts.model.config.hidden_size)
         device = parts.device.torch_device
-        parts.fused.logits(torch.zeros(shape, dtype=parts.model.dtype, device=device))
+        parts.gpu_model.logits(torch.zeros(shape, dtype=parts.model.dtype, device=device))
     torch.cuda.synchronize()
     return max(torch.cuda.max_memory_allocated() - before - pool_bytes, 0)
 
 
-def _num_blocks(config: EngineConfig, parts: GPUParts, workspace_bytes: int) -> int:
-    """Blocks of the pool, the null block included."""
+def _memory(config: EngineConfig, parts: GPUParts, workspace_bytes: int) -> DeviceMemory:
+    """What becomes of the device's memory."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    available = free - workspace_bytes - _MARGIN_BYTES
-    memory = KVMemory.parse(config.kv_memory)
-    if memory.num_bytes is not None:
-        wanted = memory.num_bytes
-        if wanted > available:
-            raise ConfigError(
-                f"kv_memory asks for {wanted / 2**30:.2f} GiB but {available / 2**30:.2f} GiB of "
-                "GPU memory remain after weights and workspace; ask for less"
-            )
-    elif memory.fraction is not None:
-        wanted = int(memory.fraction * available)
-    else:
-        wanted = min(available, int(_KV_FRACTION * total) - (total - free) - workspace_bytes)
-    num_blocks = wanted // parts.layout.block_bytes
-    if num_blocks < 2:
-        raise ConfigError(
-            f"the KV cache needs at least two blocks of {parts.layout.block_bytes} bytes "
-            f"({parts.layout.block_size} tokens each), but {max(wanted, 0)} bytes of GPU memory "
-            "remain for it; give more memory or take a smaller model"
-        )
-    return num_blocks
+    limits = parts.limits
+    vocab_size = limits.model_config.vocab_size
+    # State of the rows that edit, and a copy of the logits of all.
+    sampling_bytes = most_bytes(min(limits.max_num_seqs, _EDITING_SEQS), vocab_size)
+    sampling_bytes += limits.max_num_seqs * vocab_size * parts.model.dtype.itemsize
+    return share_out(
+        KVMemory.parse(config.kv_memory),
+        total_bytes=total,
+        free_bytes=free,
+        weight_bytes=parts.model.weight_bytes(),
+        workspace_bytes=workspace_bytes,
+        graph_bytes=_GRAPH_BYTES,
+        sampling_bytes=sampling_bytes,
+        block_bytes=parts.layout.block_bytes,
+        block_size=parts.layout.block_size,
+    )
 
 
 def _measure_rates(runner: GPURunner, num_tokens: int) -> tuple[float, float]:

@@ -35,6 +35,7 @@ class VirtualDeviceArena(DeviceArena):
         dtype: torch.dtype,
         device: Device,
         num_host_blocks: int = 0,
+        depth: int = 2,
         *,
         num_slots: int,
         max_model_len: int,
@@ -42,7 +43,7 @@ class VirtualDeviceArena(DeviceArena):
     ) -> None:
         self.pages = pages
         close_at_end(self, pages.close)
-        super().__init__(layout, num_blocks, dtype, device, num_host_blocks)
+        super().__init__(layout, num_blocks, dtype, device, num_host_blocks, depth)
         self._slots = Slots(pages, layout, dtype, num_slots + 1, max_model_len)
         close_at_end(self, self._slots.mapper.close)
         self._slots.show_null(num_slots)

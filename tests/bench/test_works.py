@@ -87,7 +87,7 @@ def test_what_the_host_hides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Perfetto opens: a JSON object of events, with what ran among them."""
 
-    def run(name: str, asked: object, emit: object) -> dict[str, Any]:
+    def run(name: str, asked: object, emit: object, options: object) -> dict[str, Any]:
         torch.ones(3).add_(1)
         return {"model": name}
 

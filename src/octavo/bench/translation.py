@@ -24,6 +24,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -139,34 +140,63 @@ def prefill_ms(llm: LLM, num_tokens: int) -> float:
 
 
 def decode(llm: LLM, rows: int) -> dict[str, float]:
-    """Milliseconds a step, and of the host's work in it, with rows of 1024 tokens."""
+    """Milliseconds a step, and of the host's work in it, with rows of 1024 tokens: medians of the
+    steps in which every row decodes."""
     works.generate(llm, [(_CONTEXT, 4)] * rows, 1)
-    one = min(works.generate(llm, [(_CONTEXT, 1)] * rows, seed) for seed in (2, 3))
-    waits = Waits(llm)
-    many = works.generate(llm, [(_CONTEXT, _STEPS + 1)] * rows, 4)
-    return {"ms": (many - one) / _STEPS * 1e3, "host_ms": waits.host_ms(many)}
+    with timed_steps(llm) as steps:
+        works.generate(llm, [(_CONTEXT, _STEPS + 1)] * rows, 2)
+    full = [step for step in steps if step.num_rows == rows and not step.has_chunks][4:]
+    return {
+        "ms": float(np.median([step.seconds for step in full])) * 1e3,
+        "host_ms": float(np.median([step.seconds - step.waited_s for step in full])) * 1e3,
+    }
 
 
-class Waits:
-    """How long the host waited for results, from its making to `host_ms`."""
+@dataclass(slots=True)
+class Step:
+    """One turn of the engine: how long it took, and how much of that the host waited."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._executor = llm._core.executor
-        self._collect = self._executor.collect
-        self.waited_s, self.num_steps = 0.0, 0
+    num_rows: int = 0
+    has_chunks: bool = False
+    seconds: float = 0.0
+    waited_s: float = 0.0
 
-        def waiting() -> Any:
-            started = time.perf_counter()
-            result = self._collect()
-            self.waited_s += time.perf_counter() - started
-            self.num_steps += 1
-            return result
 
-        self._executor.collect = waiting  # type: ignore[method-assign]
+@contextmanager
+def timed_steps(llm: LLM) -> Iterator[list[Step]]:
+    """The engine's turns while inside. With steps in flight a turn takes as long as a step does,
+    once the pipeline is full."""
+    core = llm._core
+    step, plan, collect = core.step, core.scheduler.plan, core.executor.collect
+    found: list[Step] = []
 
-    def host_ms(self, seconds: float) -> float:
-        self._executor.collect = self._collect  # type: ignore[method-assign]
-        return (seconds - self.waited_s) / max(self.num_steps, 1) * 1e3
+    def stepping() -> Any:
+        found.append(Step())
+        started = time.perf_counter()
+        outputs = step()
+        found[-1].seconds = time.perf_counter() - started
+        return outputs
+
+    def planning() -> Any:
+        made = plan()
+        if made is not None:
+            found[-1].num_rows = len(made.batch.rows)
+            found[-1].has_chunks = made.batch.num_tokens > len(made.batch.rows)
+        return made
+
+    def collecting() -> Any:
+        started = time.perf_counter()
+        result = collect()
+        found[-1].waited_s += time.perf_counter() - started
+        return result
+
+    core.step, core.scheduler.plan = stepping, planning  # type: ignore[method-assign]
+    core.executor.collect = collecting  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        core.step, core.scheduler.plan = step, plan  # type: ignore[method-assign]
+        core.executor.collect = collect  # type: ignore[method-assign]
 
 
 def _lengths(count: int) -> list[tuple[int, int]]:
@@ -229,15 +259,27 @@ def background_mapping(llm: LLM, rows: int = 256) -> dict[str, float]:
     """Decode steps that map, against the same steps when every place shows its block already. By
     turns, in one engine."""
     lengths = [(_CONTEXT, _STEPS + 1)] * rows
-    runs: dict[str, list[float]] = {"mapping": [], "mapped": []}
+    means: dict[str, list[float]] = {"mapping": [], "mapped": []}
+    num_calls = 0
+    works.generate(llm, lengths, 1)
+    slots = llm._core.executor.runner.arena.slots  # type: ignore[attr-defined]
     for seed in range(3):
-        one = works.generate(llm, [(_CONTEXT, 1)] * rows, seed)
         forget_mappings(llm, _CONTEXT)
-        for name in runs:
-            seconds = works.generate(llm, lengths, seed)
-            runs[name].append((seconds - one) / _STEPS * 1e3)
-    mapping, mapped = (min(times) for times in runs.values())
-    return {"mapping_ms": mapping, "mapped_ms": mapped, "ratio": mapping / mapped}
+        before = slots.num_mapped_blocks
+        for name, found in means.items():
+            with timed_steps(llm) as steps:
+                works.generate(llm, lengths, seed)
+            full = [step for step in steps if step.num_rows == rows and not step.has_chunks][4:]
+            found.append(float(np.mean([step.seconds for step in full])) * 1e3)
+            if name == "mapping":
+                num_calls = slots.num_mapped_blocks - before
+    mapping, mapped = (min(times) for times in means.values())
+    return {
+        "mapping_ms": mapping,
+        "mapped_ms": mapped,
+        "ratio": mapping / mapped,
+        "blocks_mapped": num_calls,
+    }
 
 
 def forget_mappings(llm: LLM, num_tokens: int) -> None:

@@ -307,18 +307,12 @@ def warm_up(runner: GPURunner, num_tokens: int) -> None:
     rows = int_array([0])
     prefill = Batch.of(rows, int_array([num_tokens]), rows == 0)
     decode = Batch.decode(rows)
-    commands: tuple[KVCommand, ...] = ()
-    places = int_array(range(num_blocks))
-    if runner.arena.slots is not None:
-        commands = (MapBlocks(0 * places, places, init.block_ids),)
+    commands = _mapping(runner, init)
     plan = StepPlan(step_id=0, batch=prefill, row_inits=(init,), commands=commands)
     runner.collect(runner.launch(plan))
     for _ in range(2):
         runner.collect(runner.launch(StepPlan(step_id=0, batch=decode)))
-    if runner.arena.slots is not None:
-        # The manager starts with slots that show nothing.
-        runner.arena.slots.order(MapBlocks(0 * places, places, 0 * places))
-        runner.arena.slots.mapper.wait()
+    _hide(runner, init)
 
 
 def warm_up_sampling(runner: GPURunner) -> None:
@@ -339,8 +333,26 @@ def warm_up_sampling(runner: GPURunner) -> None:
         seed=0,
         num_logprobs=1,
     )
-    batch = Batch.decode(int_array([0]))
-    runner.collect(runner.launch(StepPlan(step_id=0, batch=batch, row_inits=(init,))))
+    batch, commands = Batch.decode(int_array([0])), _mapping(runner, init)
+    plan = StepPlan(step_id=0, batch=batch, row_inits=(init,), commands=commands)
+    runner.collect(runner.launch(plan))
+    _hide(runner, init)
+
+
+def _mapping(runner: GPURunner, init: RowInit) -> tuple[KVCommand, ...]:
+    """What shows the row's blocks in its slot, where there are slots."""
+    if runner.arena.slots is None:
+        return ()
+    places = int_array(range(len(init.block_ids)))
+    return (MapBlocks(0 * places + init.row, places, init.block_ids),)
+
+
+def _hide(runner: GPURunner, init: RowInit) -> None:
+    """The manager starts with slots that show nothing."""
+    if runner.arena.slots is not None:
+        places = int_array(range(len(init.block_ids)))
+        runner.arena.slots.order(MapBlocks(0 * places + init.row, places, 0 * places))
+        runner.arena.slots.mapper.wait()
 
 
 def _measured_workspace(parts: GPUParts) -> int:

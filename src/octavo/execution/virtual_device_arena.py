@@ -47,6 +47,7 @@ class VirtualDeviceArena(DeviceArena):
         self._slots = Slots(pages, layout, dtype, num_slots + 1, max_model_len)
         close_at_end(self, self._slots.mapper.close)
         self._slots.show_null(num_slots)
+        self._slots.show_null(-1)
 
     def _allocate_pool(self, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
         memory = self.pages.tensor(map_pool(self.pages, num_blocks))

@@ -107,7 +107,7 @@ class PagedAttention:
         self.slot_layers = (
             []
             if slots is None
-            else [slots.tensor[:, :, layer] for layer in range(len(self.layers))]
+            else [slots.guarded[:, :, layer] for layer in range(len(self.layers))]
         )
         self.num_heads = num_heads
         self.num_kv_heads = arena.layout.num_kv_heads
@@ -140,7 +140,7 @@ class PagedAttention:
         scales = self.kv_scales[layer]
         for chunk in step.dense:
             if step.in_slots and scales is None:
-                dense_attention(queries, self.slot_layers[layer], None, chunk, out)
+                dense_attention(queries, self.slot_layers[layer][1:], None, chunk, out)
             else:
                 # Stored keys that have to be multiplied first are brought together for it.
                 dense_attention(queries, self.layers[layer], step.tables, chunk, out, scales)

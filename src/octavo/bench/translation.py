@@ -10,7 +10,8 @@
     mapping    decode steps while every block is mapped in the background, and when all are mapped
 
 The kinds are ``paged``; ``virtual`` with our kernels over slots; ``mixed``, slots for long chunks
-and tables elsewhere; ``stock``, FlashAttention-2 and cuDNN over slots and nothing else.
+and tables elsewhere; ``stock``, FlashAttention-2 and cuDNN over slots and nothing else; and, where
+it is installed, FlashAttention-3 for long chunks over either.
 
 Run it as ``octavo bench translation`` or, with PyTorch alone,
 ``python -m octavo.bench.translation``.
@@ -41,11 +42,13 @@ if TYPE_CHECKING:
     from octavo.engine.llm import LLM
 
 SHAPES = ("llama-3-8b-200k", "yi-6b-200k")
-KINDS = {
-    "paged": {"kv": "paged", "block_size": 16},
+KINDS: dict[str, dict[str, Any]] = {
+    "paged": {"kv": "paged", "block_size": 16, "attention": "triton"},
     "virtual": {"kv": "virtual", "attention": "triton"},
     "mixed": {"kv": "virtual", "attention": "mixed"},
     "stock": {"kv": "virtual", "attention": "stock"},
+    "paged-fa3": {"kv": "paged", "block_size": 16, "attention": "flash3"},
+    "virtual-fa3": {"kv": "virtual", "attention": "flash3"},
 }
 SECTIONS = ("pages", "prefill", "decode", "offline", "load", "mapping")
 PREFILL_TOKENS = (8192, 32768, 65536, 131072, 196608)
@@ -247,7 +250,7 @@ def under_load(llm: LLM) -> dict[str, float]:
             first.setdefault(number, now)
         for finished in outputs.finished:
             last[finished.number] = now
-    found = {}
+    found: dict[str, float] = {}
     for name, times in (("ttft", first), ("latency", last)):
         seconds = [times[number] - arrivals[number] for number in range(len(requests))]
         spread = summary(seconds)
@@ -304,9 +307,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure both translations on a GPU.")
     parser.add_argument("sections", nargs="*", default=list(SECTIONS), help=", ".join(SECTIONS))
     parser.add_argument("--model", default=SHAPES[0], choices=SHAPES)
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default="paged,virtual,mixed,stock", help=", ".join(KINDS))
+    parser.add_argument("--library", help="of FlashAttention-3, to be loaded first")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    works.load_library(given.library)
     emit: Callable[[Row], None] = (
         (lambda row: None) if given.json else (lambda row: print(line(row), flush=True))
     )

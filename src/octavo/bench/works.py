@@ -311,6 +311,14 @@ def _run(
     }
 
 
+def load_library(path: str | None) -> None:
+    """Load an operator library before engines look for what is installed."""
+    if path is not None:
+        import torch
+
+        torch.ops.load_library(path)
+
+
 def forget(llm: LLM) -> None:
     """Give an engine's memory back, before the next one takes what there is."""
     import torch
@@ -380,8 +388,10 @@ def main() -> None:
     parser.add_argument("--model", default=SHAPES[0], help="a shape's name or a config.json")
     parser.add_argument("--weights", default="auto", help="auto, bf16 or fp8")
     parser.add_argument("--kv-dtype", default="auto", help="auto, bf16, fp16 or fp8")
+    parser.add_argument("--library", help="of FlashAttention-3, to be loaded first")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    load_library(given.library)
     unknown = set(given.works) - set(WORKS)
     if unknown:
         parser.error(f"unknown works {', '.join(sorted(unknown))}; choose from {', '.join(WORKS)}")

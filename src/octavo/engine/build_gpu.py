@@ -27,6 +27,7 @@ from octavo.engine.device_memory import DeviceMemory, share_out
 from octavo.engine.mechanism import Limits, Mechanism, SlotOptions, num_host_blocks
 from octavo.engine.slots import mappable_layout
 from octavo.execution import host
+from octavo.execution.attention.flash3 import find_flash3
 from octavo.execution.attention.paged import PagedAttention
 from octavo.execution.attention.stock import StockAttention
 from octavo.execution.device import CUDADevice, Device
@@ -105,6 +106,7 @@ class GPUParts:
         )
         self.is_virtual = kv == "virtual"
         self.attention = attention
+        self.flash3 = find_flash3() if attention == "flash3" else None
         if self.is_virtual:
             page_bytes = _page_bytes(device)
             self.layout = mappable_layout(self.layout, block_size, limits.max_model_len, page_bytes)
@@ -125,6 +127,7 @@ class GPUParts:
             sliding_window=limits.model_config.sliding_window or 0,
             is_invariant=self.is_invariant,
             kv_scales=self.kv_scales,
+            flash3=self.flash3,
         )
         return GPURunner(
             self.gpu_model,
@@ -167,12 +170,7 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         ModelLoadError: the model cannot be loaded, or not on a GPU.
     """
     clock, start_s = time.perf_counter, {}
-    if config.attention not in ("auto", "triton", "stock", "mixed"):
-        raise ConfigError(
-            f"attention={config.attention} is for CPUs; use auto, triton, or, with kv=virtual, "
-            "stock or mixed on a GPU"
-        )
-    attention = "triton" if config.attention == "auto" else config.attention
+    attention = _attention(config)
     if attention == "stock" and config.deterministic:
         raise ConfigError("attention=stock is not deterministic; use attention=triton")
     if config.weights not in ("auto", "bf16", "fp8"):
@@ -255,6 +253,27 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         kv_dtype=str(parts.kv_dtype).removeprefix("torch."),
         finds_prefix_groups=not limits.model_config.sliding_window and not config.deterministic,
     )
+
+
+def _attention(config: EngineConfig) -> str:
+    """The backend; ``auto`` takes FlashAttention-3 for long chunks where it is installed.
+
+    Raises:
+        ConfigError: it is none for a GPU, or not installed.
+    """
+    if config.attention == "auto":
+        return "triton" if config.deterministic or find_flash3() is None else "flash3"
+    if config.attention not in ("triton", "flash3", "stock", "mixed"):
+        raise ConfigError(
+            f"attention={config.attention} is for CPUs; use auto, triton, flash3, or, with "
+            "kv=virtual, stock or mixed on a GPU"
+        )
+    if config.attention == "flash3" and find_flash3() is None:
+        raise ConfigError(
+            "attention=flash3 needs FlashAttention-3, and flash_attn_interface cannot be imported; "
+            "install it, or use attention=triton"
+        )
+    return config.attention
 
 
 def resolve_kv_dtype(asked: str, model: Decoder) -> torch.dtype:

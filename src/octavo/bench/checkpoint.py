@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from octavo.config import ConfigError
 from octavo.execution.models.decoder import Decoder
@@ -95,6 +97,8 @@ def write_checkpoint(config_path: str, folder: str, shard_bytes: int = _SHARD_BY
         shard[name] = _values(name, shape, drawn)
     write()
     (Path(folder) / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    # Of one word: token ids go in and out.
+    Tokenizer(WordLevel({"?": 0}, unk_token="?")).save(str(Path(folder) / "tokenizer.json"))
     return total
 
 

@@ -216,10 +216,12 @@ def startup(name: str, **options: Any) -> Figure:
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code, name, json.dumps(options)],
-        check=True,
+        check=False,
         capture_output=True,
         text=True,
     )
+    if done.returncode:
+        raise RuntimeError(f"the engine did not start: {done.stderr[-2000:]}")
     seconds = time.perf_counter() - started
     return Figure(work="startup", unit="s", figure=seconds, notes=done.stdout.strip())
 

@@ -226,7 +226,6 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
             )
         most_tokens = min(parts.layout.block_size * (num_blocks - 1), limits.max_model_len)
         warm_up(runner, min(32, most_tokens - 2))
-        warm_up_sampling(runner)
         start_s["pool"] = clock() - started
     except PageError as error:
         raise ConfigError(f"kv=virtual: {error}; or use kv=paged") from error
@@ -331,30 +330,6 @@ def warm_up(runner: GPURunner, num_tokens: int) -> None:
     runner.collect(runner.launch(plan))
     for _ in range(2):
         runner.collect(runner.launch(StepPlan(step_id=0, batch=decode)))
-    _hide(runner, init)
-
-
-def warm_up_sampling(runner: GPURunner) -> None:
-    """Sample one token on row 0 with all that a request may ask for, so that no request pays for
-    compiling it."""
-    params = SamplingParams(
-        temperature=1.0,
-        presence_penalty=0.1,
-        logit_bias={0: 0.1},
-        bad_words_token_ids=((0, 0),),
-    )
-    init = RowInit(
-        row=0,
-        token_ids=int_array([0]),
-        num_computed_tokens=0,
-        block_ids=int_array([1]),
-        params=params,
-        seed=0,
-        num_logprobs=1,
-    )
-    batch, commands = Batch.decode(int_array([0])), _mapping(runner, init)
-    plan = StepPlan(step_id=0, batch=batch, row_inits=(init,), commands=commands)
-    runner.collect(runner.launch(plan))
     _hide(runner, init)
 
 

@@ -12,9 +12,10 @@ from octavo.execution.attention.dense import DenseChunk, dense_attention
 from octavo.execution.attention.flash3 import Flash3, find_flash3
 
 SCHEMA = (
-    "fwd(Tensor q, Tensor k, Tensor v, Tensor? out, Tensor? seqused_k, float softmax_scale, "
-    "bool is_causal, int window_size_left, int window_size_right, float softcap, int num_splits, "
-    "bool? pack_gqa, int sm_margin) -> Tensor[]"
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? out, Tensor? cu_seqlens_q, Tensor? seqused_k, "
+    "int? max_seqlen_q, float softmax_scale, bool is_causal, int window_size_left, "
+    "int window_size_right, float softcap, int num_splits, bool? pack_gqa, int sm_margin) "
+    "-> Tensor[]"
 )
 
 
@@ -25,16 +26,19 @@ def library() -> Iterator[torch.library.Library]:
     library.define(SCHEMA)
 
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object, used: object,
-        scale: float, is_causal: bool, left: int, right: int, *rest: object,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object, starts: torch.Tensor,
+        used: torch.Tensor, longest: int, scale: float, is_causal: bool, left: int, right: int,
+        *rest: object,
     ) -> list[torch.Tensor]:  # fmt: skip
-        assert (out, used, is_causal, left, right) == (None, None, True, -1, -1)
+        assert (out, is_causal, left, right) == (None, True, -1, -1)
+        assert starts.tolist() == [0, len(q)] == [0, longest]
+        assert used.tolist() == [k.shape[1]]
         keys, values = (x.transpose(1, 2) for x in (k, v))
-        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        mask = torch.ones(len(q), k.shape[1], dtype=torch.bool).tril(k.shape[1] - len(q))
         attended = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+            q[None].transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
         )
-        return [attended.transpose(1, 2)]
+        return [attended.transpose(1, 2)[0]]
 
     library.impl("fwd", forward, "CompositeExplicitAutograd")
     library.define("other(Tensor x) -> Tensor")

@@ -19,7 +19,7 @@ from execution.models.tiny_models import tiny_qwen3
 from octavo.core.plan import StepPlan, StepResult, int_array
 from octavo.core.request import BeamResult, Request
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.build_gpu import warm_up, warm_up_sampling
+from octavo.engine.build_gpu import warm_up
 from octavo.execution.device import CUDADevice, Device, PlainDevice
 from octavo.execution.gpu_runner import PendingStep
 
@@ -141,7 +141,6 @@ def test_no_launch_waits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = core.executor.runner  # type: ignore[attr-defined]
     # As at an engine's start; what sequences find afterwards is as if nothing had been.
     warm_up(runner, 3)
-    warm_up_sampling(runner)
     launch, collect = runner.launch, runner.collect
 
     def watched_launch(plan: StepPlan) -> PendingStep:

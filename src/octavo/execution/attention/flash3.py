@@ -35,23 +35,36 @@ class Flash3:
 
     def __init__(self, operator: Any) -> None:
         names = [argument.name for argument in operator._schema.arguments]
-        if not {"q", "k", "v", "softmax_scale"} <= set(names):
+        if not {"q", "k", "v", "cu_seqlens_q", "seqused_k", "softmax_scale"} <= set(names):
             raise RuntimeError(f"{operator} is no forward pass of FlashAttention-3")
         self._operator = operator
+        self._sizes = (0, 0)
+        self._lengths: tuple[torch.Tensor, ...] = ()
         self._arguments: dict[str, Any] = dict.fromkeys(names)
         self._arguments |= {name: value for name, value in _FIXED.items() if name in names}
 
     def __call__(self, queries: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Causal attention of the last tokens of a sequence: ``queries [count, num_heads,
         head_dim]`` over ``kv [length, K|V, kv_head, head_dim]``, in any strides."""
+        count, length = len(queries), len(kv)
+        if (count, length) != self._sizes:
+            # The same for all layers of a step. Builds differ in what they allow; as a batch of
+            # one of any lengths all do.
+            ints = torch.tensor([0, count, length], dtype=torch.int32).to(
+                queries.device, non_blocking=True
+            )
+            self._sizes, self._lengths = (count, length), (ints[:2], ints[2:])
         arguments = self._arguments | {
-            "q": queries.unsqueeze(0),
+            "q": queries,
             "k": kv[:, 0].unsqueeze(0),
             "v": kv[:, 1].unsqueeze(0),
+            "cu_seqlens_q": self._lengths[0],
+            "seqused_k": self._lengths[1],
+            "max_seqlen_q": count,
             "softmax_scale": queries.shape[-1] ** -0.5,
         }
         found: torch.Tensor = self._operator(**arguments)[0]
-        return found[0]
+        return found
 
 
 @cache

@@ -21,7 +21,16 @@ WEIGHT_MODES = ("auto", "bf16", "fp8", "int8", "int4")
 KV_DTYPES = ("auto", "bf16", "fp16", "fp8")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-ATTENTION_BACKENDS = ("auto", "compiled", "gather", "contiguous", "triton", "stock", "mixed")
+ATTENTION_BACKENDS = (
+    "auto",
+    "compiled",
+    "gather",
+    "contiguous",
+    "triton",
+    "flash3",
+    "stock",
+    "mixed",
+)
 # Which read slots, and which block tables; of the others there is one for each.
 _OVER_SLOTS = ("contiguous", "stock", "mixed")
 _OVER_TABLES = ("compiled", "gather")

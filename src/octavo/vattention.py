@@ -80,7 +80,8 @@ class VirtualKVCache:
         self.token_bytes = num_kv_heads * head_dim * dtype.itemsize
         num_places = self._num_places(max_context_len)
         self.request_bytes = num_places * self.page_bytes
-        self._stack = StackedPages(pages, 2 * num_layers, max_batch * num_places)
+        # A mapper leaves one slot in front of those that it maps.
+        self._stack = StackedPages(pages, 2 * num_layers, (1 + max_batch) * num_places)
         close_at_end(self, self._stack.close)
         self.memory_limit = memory_limit
         self._piece_bytes = 2 * num_layers * self.page_bytes
@@ -99,7 +100,7 @@ class VirtualKVCache:
         tensors = [
             pages.tensor(addresses)
             .view(dtype)
-            .view(max_batch, per_request)[:, : max_context_len * per_token]
+            .view(1 + max_batch, per_request)[1:, : max_context_len * per_token]
             .view(max_batch, max_context_len, num_kv_heads, head_dim)
             for addresses in self._stack.ranges
         ]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from octavo.bench import works
+from octavo.bench import floors, works
 from octavo.bench.ceilings import Ceilings
-from octavo.bench.works import Cost
+from octavo.bench.floors import Cost, Floors
 from octavo.cli import app
 
 AT = Ceilings(
@@ -49,3 +54,46 @@ def test_a_figure_as_text() -> None:
     figure = works.Figure(work="decode 8", unit="ms a step", figure=4.0, floor=3.0, share=0.75)
     assert works.line(figure).split() == ["decode", "8", "4.00", "ms", "a", "step", "3.00", "0.75"]
     assert "startup" in works.line(works.Figure(work="startup", unit="s", figure=5.0))
+
+
+def test_what_the_host_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work counts as not hidden where it finds the device idle."""
+    now = [0.0]
+    idle = iter([False, True, False])
+
+    class Executor:
+        @property
+        def is_idle(self) -> bool:
+            return next(idle)
+
+        def collect(self) -> None:
+            now[0] += 1.0
+
+    executor = Executor()
+    core = SimpleNamespace(executor=executor, scheduler=SimpleNamespace(plan=lambda: None))
+    monkeypatch.setattr(floors.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Cost, "of", lambda llm: None)
+    found = Floors(SimpleNamespace(_core=core), AT)  # type: ignore[arg-type]
+    with found.counted():
+        for work_s in (0.25, 0.5, 0.125):
+            now[0] += work_s
+            executor.collect()
+    found.num_steps = 3
+    assert (found.waited_s, found.exposed_s) == (3.0, 0.5)
+    assert found.host(now[0]) == "host 291.67 ms a step (166.67 not hidden), waits 1000.00"
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Perfetto opens: a JSON object of events, with what ran among them."""
+
+    def run(name: str, asked: object, emit: object, options: object) -> dict[str, Any]:
+        torch.ones(3).add_(1)
+        return {"model": name}
+
+    monkeypatch.setattr(works, "_run", run)
+    path = tmp_path / "trace.json"
+    assert works.run("a model", ["decode"], print, profile=str(path)) == {"model": "a model"}
+    events = json.loads(path.read_text())["traceEvents"]
+    assert any("add_" in event["name"] for event in events)
+    assert works.run("another", ["decode"], print) == {"model": "another"}

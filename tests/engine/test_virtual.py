@@ -78,7 +78,7 @@ def check(core: EngineCore, requests: list[Request], expected: dict[int, list[in
     for row in range(len(arena.slots)):
         slot = manager.slot(row)
         shown = [
-            arena._slots.mapper._range.handles[row * num_places + place]
+            arena._slots.mapper._range.handles[(1 + row) * num_places + place]
             for place in range(len(slot))
         ]
         assert shown == slot.tolist()

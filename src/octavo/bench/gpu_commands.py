@@ -16,13 +16,15 @@ def add_to(app: typer.Typer) -> None:
     """Add the commands to ``octavo bench``."""
     app.command("gpu")(gpu)
     app.command("kernels")(kernels)
+    app.command("translation")(translation)
 
 
 def gpu(
     works: Annotated[
         list[str] | None,
         typer.Argument(
-            help="startup, swap, decode, sharegpt, prefill, shared-prefix, deterministic [all]."
+            help="startup, load, swap, decode, sampling, sharegpt, prefill, shared-prefix, "
+            "deterministic [all]."
         ),
     ] = None,
     model: Annotated[
@@ -73,6 +75,44 @@ def kernels(as_json: options.AsJSON = False) -> None:
             print_json(report)
             return
         typer.echo(gpu_kernels.table(report))
+
+
+def translation(
+    sections: Annotated[
+        list[str] | None,
+        typer.Argument(help="pages, prefill, decode, offline, load, mapping [all]."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="llama-3-8b-200k or yi-6b-200k: random weights.")
+    ] = "llama-3-8b-200k",
+    kinds: Annotated[
+        str, typer.Option(help="Of paged, virtual, mixed, stock, paged-fa3, virtual-fa3.")
+    ] = "paged,virtual,mixed,stock",
+    as_json: options.AsJSON = False,
+) -> None:
+    """The paged translation against the virtual one on a GPU: the same engine, the same work."""
+    with readable_errors():
+        _check_gpu()
+        from octavo.bench import translation as module
+        from octavo.bench import works
+
+        for name, given, known in (
+            ("sections", sections or module.SECTIONS, module.SECTIONS),
+            ("kinds", kinds.split(","), tuple(module.KINDS)),
+            ("models", [model], module.SHAPES),
+        ):
+            if unknown := sorted(set(given) - set(known)):
+                raise ConfigError(
+                    f"unknown {name} {', '.join(unknown)}; choose from {', '.join(known)}"
+                )
+        rows = module.measure(
+            model,
+            sections or module.SECTIONS,
+            kinds.split(","),
+            (lambda row: None) if as_json else (lambda row: typer.echo(module.line(row))),
+        )
+        if as_json:
+            print_json({"model": model, "versions": works.versions(), "rows": rows})
 
 
 def _check_gpu() -> None:

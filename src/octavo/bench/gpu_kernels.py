@@ -17,9 +17,16 @@ import torch.nn.functional as F
 
 from octavo.bench.ceilings import Ceilings, gpu_seconds
 from octavo.execution.attention.dense import DenseChunk, dense_attention
+from octavo.execution.kernels.block_copy import copy_blocks
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
 from octavo.execution.kernels.fp8 import scaled_linear
 from octavo.execution.kernels.linear import linear, tiling
+from octavo.execution.kernels.logit_edits import (
+    SETTINGS_WIDTH,
+    EditedRows,
+    EditState,
+    edit_logits,
+)
 from octavo.execution.kernels.prefill_attention import (
     PrefillTiles,
     prefill_attention,
@@ -43,7 +50,13 @@ def run() -> dict[str, Any]:
     """All figures, ready for JSON; times in µs, rates in TB/s or TFLOP/s."""
     ceilings = Ceilings.measure()
     with torch.inference_mode():
-        figures = [*_products(ceilings), *_decodes(ceilings), *_prefills(ceilings)]
+        figures = [
+            *_products(ceilings),
+            *_decodes(ceilings),
+            *_prefills(ceilings),
+            *_copies(ceilings),
+            *_edits(ceilings),
+        ]
     return {
         "read_tb_per_s": ceilings.read_bytes / 1e12,
         "matmul_tflop_per_s": ceilings.matmul_flops / 1e12,
@@ -214,6 +227,43 @@ def _prefills(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
                 f"prefill {count} of {context}, {name}", seconds, flops, ceilings.matmul_flops,
                 1e12, "",
             )  # fmt: skip
+
+
+def _copies(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """Whole blocks of 2 MiB, read and written, beside an indexed assignment."""
+    kv = torch.empty(1025, 1 << 20, device="cuda", dtype=torch.bfloat16)
+    order = torch.randperm(1024, device="cuda").to(torch.int32) + 1
+    for count in (1, 16, 256):
+        sources, destinations = order[:count].clone(), order[512 : 512 + count].clone()
+        seconds = gpu_seconds(partial(copy_blocks, kv, sources, destinations))
+        library = gpu_seconds(partial(_assign, kv, sources.long(), destinations.long()))
+        yield _figure(
+            f"block copy {count}", seconds, 2 * count * kv[0].nbytes, ceilings.read_bytes, 1e12,
+            f"indexed {library * 1e6:.1f} µs",
+        )  # fmt: skip
+
+
+def _assign(kv: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    kv[destinations] = kv[sources]
+
+
+def _edits(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """Penalties of rows of 128,256 logits: logits and words read, float32 logits written."""
+    vocab = 128256
+    for rows in (1, 64):
+        logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16)
+        order = torch.arange(rows, device="cuda", dtype=torch.int32)
+        words = torch.zeros(rows, vocab, device="cuda", dtype=torch.int32)
+        settings = torch.zeros(rows, SETTINGS_WIDTH, device="cuda", dtype=torch.int32)
+        settings[:, 0] = 0x3F800000  # a repetition penalty of 1
+        state = EditState(words, settings, None)
+        out = torch.empty(rows, vocab, device="cuda")
+        edited = EditedRows(order, order, order)
+        work = partial(edit_logits, logits, edited, state, out, has_biases=False, has_phrases=False)
+        num_bytes = logits.nbytes + words.nbytes + out.nbytes
+        yield _figure(
+            f"penalties {rows}", gpu_seconds(work), num_bytes, ceilings.read_bytes, 1e12, ""
+        )
 
 
 def _figure(

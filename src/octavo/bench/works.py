@@ -7,11 +7,12 @@
     shared-prefix  512 requests with 2048 tokens in common, 64 of their own and 64 out
     prefill N      one prompt of N tokens
     startup        from the start of a process to its first token
+    load           the same, reading a checkpoint (written before) from the page cache
+    sampling       decode 64 again, every row with penalties, or with log probabilities
     swap           blocks to host memory and back
     deterministic  decode, with the same bits whatever the batch
 
-A step's floor is what its arithmetic and its memory traffic take at the rates of `ceilings`: the
-longer of reading the weights and multiplying with them, then reading the keys and values.
+Floors are those of `floors`, at the rates of `ceilings`.
 
 Run it as ``octavo bench gpu`` or, with PyTorch alone, ``python -m octavo.bench.works``.
 """
@@ -23,25 +24,35 @@ import gc
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.bench.floors import Cost, Floors
 from octavo.core.sampling_params import SamplingParams
 from octavo.workload.traces import load_trace
 
 if TYPE_CHECKING:
     from octavo.bench.ceilings import Ceilings
-    from octavo.core.plan import StepPlan, StepResult
     from octavo.engine.llm import LLM
 
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b")
-WORKS = ("startup", "swap", "decode", "sharegpt", "prefill", "shared-prefix", "deterministic")
+WORKS = (
+    "startup",
+    "load",
+    "swap",
+    "decode",
+    "sampling",
+    "sharegpt",
+    "prefill",
+    "shared-prefix",
+    "deterministic",
+)
 DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)
 PREFILL_TOKENS = (8192, 32768, 65536, 122880)
 DETERMINISTIC_ROWS = (1, 32, 256)
@@ -60,98 +71,6 @@ class Figure:
     notes: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Bytes of what a step reads: the layers' weights, the head's, a token's keys and values. A
-    weight, of ``layer_element`` or ``head_element`` bytes, is multiplied once for each token
-    (layers) or sampled row (head)."""
-
-    layer_bytes: int
-    head_bytes: int
-    token_bytes: int
-    layer_element: int = 2
-    head_element: int = 2
-    attention_width: int = 0
-
-    @classmethod
-    def of(cls, llm: LLM) -> Cost:
-        model = llm._core.executor.runner.model.model  # type: ignore[attr-defined]
-        config, capacity = model.config, llm.report.capacity
-        head_bytes = model.head.weight.nbytes
-        embedding = 0 if config.tie_word_embeddings else model.embedding.num_bytes
-        return cls(
-            layer_bytes=llm.report.weight_bytes - embedding - head_bytes,
-            head_bytes=head_bytes,
-            token_bytes=capacity.block_bytes // capacity.block_size,
-            layer_element=model.layers[0].down.weight.element_size(),
-            head_element=model.head.weight.element_size(),
-            attention_width=config.num_layers * config.num_attention_heads * config.head_dim,
-        )
-
-    def step_s(self, num_tokens: int, num_sampled: int, num_keys: float, at: Ceilings) -> float:
-        """The floor of a step that reads ``num_keys`` tokens' keys and values."""
-        total = 0.0
-        for num_bytes, element, rows in (
-            (self.layer_bytes, self.layer_element, num_tokens),
-            (self.head_bytes, self.head_element, num_sampled),
-        ):
-            flops = 2 * num_bytes / element * rows
-            rate = at.fp8_flops if element == 1 else at.matmul_flops
-            total += max(bool(rows) * num_bytes / at.read_bytes, flops / rate)
-        return total + num_keys * self.token_bytes / at.read_bytes
-
-
-class Floors:
-    """Adds up the floors of the steps that an engine plans, and how long the host waited."""
-
-    def __init__(self, llm: LLM, ceilings: Ceilings) -> None:
-        self._core = llm._core
-        self._ceilings = ceilings
-        self._cost = Cost.of(llm)
-        self.seconds = 0.0
-        self.waited_s = 0.0
-        self.num_steps = 0
-
-    def host(self, seconds: float) -> str:
-        """What a step cost the host, of ``seconds`` in all. It is hidden where it waits as well."""
-        steps = max(self.num_steps, 1)
-        work_ms, waited_ms = (seconds - self.waited_s) / steps * 1e3, self.waited_s / steps * 1e3
-        return f"host {work_ms:.2f} ms a step, then waits {waited_ms:.2f}"
-
-    @contextmanager
-    def counted(self) -> Iterator[Floors]:
-        scheduler = self._core.scheduler
-        plan = scheduler.plan
-
-        def counting() -> StepPlan | None:
-            found = plan()
-            if found is not None:
-                batch = found.batch
-                # Read by each row for itself, as if nothing were shared.
-                keys = float(scheduler.rows.num_computed[batch.rows].sum())
-                self.seconds += self._cost.step_s(
-                    batch.num_tokens, len(found.sampled_rows()), keys, self._ceilings
-                )
-                self.num_steps += 1
-            return found
-
-        collect = self._core.executor.collect
-
-        def waiting() -> StepResult:
-            started = time.perf_counter()
-            result = collect()
-            self.waited_s += time.perf_counter() - started
-            return result
-
-        scheduler.plan = counting  # type: ignore[method-assign]
-        self._core.executor.collect = waiting  # type: ignore[method-assign]
-        try:
-            yield self
-        finally:
-            scheduler.plan = plan  # type: ignore[method-assign]
-            self._core.executor.collect = collect  # type: ignore[method-assign]
-
-
 def shape(name: str) -> str:
     """Path of a model's shape, to be run with random weights."""
     return str(resources.files("octavo.bench") / "shapes" / f"{name}.json")
@@ -162,18 +81,22 @@ def open_llm(name: str, **options: Any) -> LLM:
     from octavo.engine.llm import LLM
 
     path = shape(name) if name in SHAPES else name
-    return LLM(path, load_format="dummy", max_queued_requests=100_000, **options)
+    return LLM(path, **{"load_format": "dummy", "max_queued_requests": 100_000} | options)
 
 
-def generate(llm: LLM, lengths: Sequence[tuple[int, int]], seed: int, prefix: int = 0) -> float:
-    """Seconds for requests of (prompt, output) random tokens, ``prefix`` tokens in common."""
+def generate(
+    llm: LLM, lengths: Sequence[tuple[int, int]], seed: int, prefix: int = 0, **asked: Any
+) -> float:
+    """Seconds for requests of (prompt, output) random tokens, ``prefix`` tokens in common.
+    ``asked`` are further sampling parameters."""
     random = np.random.default_rng(seed)
     common = random.integers(0, llm.report.vocab_size, prefix).tolist()
     prompts = [
         common + random.integers(0, llm.report.vocab_size, prompt).tolist() for prompt, _ in lengths
     ]
     params = [
-        SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True) for _, output in lengths
+        SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, **asked)
+        for _, output in lengths
     ]
     gc.collect()
     gc.freeze()
@@ -184,15 +107,29 @@ def generate(llm: LLM, lengths: Sequence[tuple[int, int]], seed: int, prefix: in
     return seconds
 
 
-def decode(llm: LLM, rows: int, ceilings: Ceilings, steps: int = _STEPS) -> Figure:
-    generate(llm, [(_PROMPT, 4)] * rows, 1)
-    one = min(generate(llm, [(_PROMPT, 1)] * rows, seed) for seed in (2, 3))
+def decode(llm: LLM, rows: int, ceilings: Ceilings, steps: int = _STEPS, **asked: Any) -> Figure:
+    generate(llm, [(_PROMPT, 4)] * rows, 1, **asked)
+    one = min(generate(llm, [(_PROMPT, 1)] * rows, seed, **asked) for seed in (2, 3))
     floors = Floors(llm, ceilings)
     with floors.counted():
-        many = generate(llm, [(_PROMPT, steps + 1)] * rows, 4)
+        many = generate(llm, [(_PROMPT, steps + 1)] * rows, 4, **asked)
     step_ms = (many - one) / steps * 1e3
     floor_s = Cost.of(llm).step_s(rows, rows, rows * (_PROMPT + steps / 2), ceilings)
     return _timed(f"decode {rows}", "ms a step", step_ms, floor_s * 1e3, floors.host(many))
+
+
+def sampling(llm: LLM, ceilings: Ceilings, rows: int = 64) -> list[Figure]:
+    """What rows ask for beside the likeliest token; the floor is that of a plain step."""
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    asked: dict[str, dict[str, Any]] = {
+        "penalties": penalties,
+        "logprobs 20": {"logprobs": 20},
+        "both": {**penalties, "logprobs": 20},
+    }
+    return [
+        replace(decode(llm, rows, ceilings, **params), work=f"{name}, {rows} rows")
+        for name, params in asked.items()
+    ]
 
 
 def sharegpt(llm: LLM, ceilings: Ceilings) -> list[Figure]:
@@ -274,17 +211,30 @@ def startup(name: str, **options: Any) -> Figure:
         "SamplingParams; import json; "
         "llm = works.open_llm(sys.argv[1], **json.loads(sys.argv[2])); "
         "llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1)); "
-        "print(' '.join(f'{k} {v:.1f}' for k, v in llm.report.start_s.items()))"
+        "print(llm.report.phases())"
     )
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code, name, json.dumps(options)],
-        check=True,
+        check=False,
         capture_output=True,
         text=True,
     )
+    if done.returncode:
+        raise RuntimeError(f"the engine did not start: {done.stderr[-2000:]}")
     seconds = time.perf_counter() - started
     return Figure(work="startup", unit="s", figure=seconds, notes=done.stdout.strip())
+
+
+def load(name: str) -> Figure:
+    """`startup` from a checkpoint that was just written."""
+    from octavo.bench.checkpoint import write_checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
+        num_bytes = write_checkpoint(shape(name) if name in SHAPES else name, folder)
+        figure = startup(folder, load_format="safetensors")
+        notes = f"{num_bytes / 1e9:.1f} GB; {figure.notes}"
+        return replace(figure, work="load", notes=notes)
 
 
 def run(
@@ -325,6 +275,8 @@ def _run(
 
     if "startup" in works:
         tell(startup(name, **options))
+    if "load" in works:
+        tell(load(name))
     ceilings = Ceilings.measure()
     with open_llm(
         name, prefix_caching=False, swap_memory="1GiB" if "swap" in works else "0", **options
@@ -334,6 +286,8 @@ def _run(
             tell(*swap(llm, ceilings))
         for rows in DECODE_ROWS if "decode" in works else ():
             tell(decode(llm, rows, ceilings))
+        if "sampling" in works:
+            tell(*sampling(llm, ceilings))
         if "sharegpt" in works:
             tell(*sharegpt(llm, ceilings))
         for num_tokens in PREFILL_TOKENS if "prefill" in works else ():
@@ -357,6 +311,14 @@ def _run(
             {field: getattr(figure, field) for field in figure.__slots__} for figure in figures
         ],
     }
+
+
+def load_library(path: str | None) -> None:
+    """Load an operator library before engines look for what is installed."""
+    if path is not None:
+        import torch
+
+        torch.ops.load_library(path)
 
 
 def forget(llm: LLM) -> None:
@@ -428,8 +390,10 @@ def main() -> None:
     parser.add_argument("--model", default=SHAPES[0], help="a shape's name or a config.json")
     parser.add_argument("--weights", default="auto", help="auto, bf16 or fp8")
     parser.add_argument("--kv-dtype", default="auto", help="auto, bf16, fp16 or fp8")
+    parser.add_argument("--library", help="of FlashAttention-3, to be loaded first")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    load_library(given.library)
     unknown = set(given.works) - set(WORKS)
     if unknown:
         parser.error(f"unknown works {', '.join(sorted(unknown))}; choose from {', '.join(WORKS)}")

@@ -43,6 +43,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     if device == "cuda":
         from octavo.engine import build_gpu
 
+        import_s = time.perf_counter() - started
         limits = resolve_limits(
             config,
             str(path),
@@ -55,6 +56,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     else:
         from octavo.engine import build_cpu
 
+        import_s = time.perf_counter() - started
         limits = resolve_limits(
             config,
             str(path),
@@ -95,7 +97,8 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         weight_bytes=mechanism.model.weight_bytes(),
         workspace_bytes=mechanism.workspace_bytes,
         load_s=time.perf_counter() - started,
-        start_s=mechanism.start_s,
+        start_s={"import": import_s, **mechanism.start_s},
+        memory=mechanism.memory,
         sharing=config.sharing,
         kv=config.kv,
         kv_dtype=mechanism.kv_dtype,

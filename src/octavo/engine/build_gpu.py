@@ -23,19 +23,23 @@ from octavo.core.plan import (
 )
 from octavo.core.protocols import StepError
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.device_memory import DeviceMemory, share_out
 from octavo.engine.mechanism import Limits, Mechanism, SlotOptions, num_host_blocks
 from octavo.engine.slots import mappable_layout
 from octavo.execution import host
+from octavo.execution.attention.flash3 import find_flash3
 from octavo.execution.attention.paged import PagedAttention
 from octavo.execution.attention.stock import StockAttention
 from octavo.execution.device import CUDADevice, Device
 from octavo.execution.device_arena import DeviceArena
+from octavo.execution.device_edits import most_bytes
 from octavo.execution.executors.gpu import GPUExecutor
-from octavo.execution.gpu_runner import GPURunner
+from octavo.execution.gpu_runner import GPUModel, GPURunner
 from octavo.execution.models.decoder import Decoder
 from octavo.execution.models.fp8 import E4M3
 from octavo.execution.models.fused import FusedDecoder, can_fuse
 from octavo.execution.models.loading import load_model
+from octavo.execution.models.unfused import UnfusedDecoder
 from octavo.execution.pages.cuda import CudaPages, cuda_page_bytes
 from octavo.execution.pages.interface import PageError, host_page_bytes
 from octavo.execution.pages.memfd import MemfdPages
@@ -44,10 +48,11 @@ from octavo.execution.virtual_device_arena import VirtualDeviceArena
 TOKEN_BUDGET = 8192
 """Tokens of a step on a GPU: enough for products at their full rate, 0.2 s of an 8B."""
 MAX_NUM_SEQS = 1024
-_KV_FRACTION = 0.9
 _FP8_CAPABILITY = (8, 9)
-# What the driver, the libraries and captured graphs take beside what is measured.
-_MARGIN_BYTES = 2**30
+# What captured steps take, and libraries that are loaded later.
+_GRAPH_BYTES = 2**30
+# Sequences with penalties, biases or masks that memory is kept for; more take what is unused.
+_EDITING_SEQS = 256
 
 
 class GPUParts:
@@ -69,15 +74,19 @@ class GPUParts:
         is one of `octavo.config.KV_DTYPES`.
 
         Raises:
-            ConfigError: a block of this size cannot be mapped.
-            ModelLoadError: the model does not run on a GPU.
+            ConfigError: a block of this size cannot be mapped, or the model is not deterministic.
         """
-        if not can_fuse(model):
-            raise ModelLoadError(
-                f"{limits.model_config.architecture} does not run on a GPU yet; use device=cpu"
-            )
         self.model = model
-        self.fused = FusedDecoder(model, is_invariant=is_invariant)
+        self.gpu_model: GPUModel
+        if can_fuse(model):
+            self.gpu_model = FusedDecoder(model, is_invariant=is_invariant)
+        elif is_invariant:
+            raise ConfigError(
+                f"{limits.model_config.architecture} does not run deterministically on a GPU; "
+                "leave deterministic out, or use device=cpu"
+            )
+        else:
+            self.gpu_model = UnfusedDecoder(model)
         self.is_invariant = is_invariant
         self.device = device
         self.limits = limits
@@ -97,6 +106,7 @@ class GPUParts:
         )
         self.is_virtual = kv == "virtual"
         self.attention = attention
+        self.flash3 = find_flash3() if attention == "flash3" else None
         if self.is_virtual:
             page_bytes = _page_bytes(device)
             self.layout = mappable_layout(self.layout, block_size, limits.max_model_len, page_bytes)
@@ -124,25 +134,29 @@ class GPUParts:
             sliding_window=limits.model_config.sliding_window or 0,
             is_invariant=self.is_invariant,
             kv_scales=self.kv_scales,
+            flash3=self.flash3,
         )
         return GPURunner(
-            self.fused,
+            self.gpu_model,
             arena,
             attention,
             self.device,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            vocab_size=limits.model_config.vocab_size,
             depth=limits.depth,
             capture=capture,
         )
 
     def _arena(self, num_blocks: int, num_host_blocks: int, max_blocks: int | None) -> DeviceArena:
-        sizes = (self.layout, num_blocks, self.kv_dtype, self.device, num_host_blocks)
+        limits = self.limits
+        sizes = (
+            self.layout, num_blocks, self.kv_dtype, self.device, num_host_blocks, limits.depth
+        )  # fmt: skip
         if not self.is_virtual:
             return DeviceArena(*sizes)
         kind = CudaPages if isinstance(self.device, CUDADevice) else MemfdPages
-        limits = self.limits
         return VirtualDeviceArena(
             *sizes,
             num_slots=limits.max_num_seqs,
@@ -164,12 +178,7 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         ModelLoadError: the model cannot be loaded, or not on a GPU.
     """
     clock, start_s = time.perf_counter, {}
-    if config.attention not in ("auto", "triton", "stock", "mixed"):
-        raise ConfigError(
-            f"attention={config.attention} is for CPUs; use auto, triton, or, with kv=virtual, "
-            "stock or mixed on a GPU"
-        )
-    attention = "triton" if config.attention == "auto" else config.attention
+    attention = _attention(config)
     if attention == "stock" and config.deterministic:
         raise ConfigError("attention=stock is not deterministic; use attention=triton")
     if config.weights not in ("auto", "bf16", "fp8"):
@@ -208,9 +217,10 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
             )
         started = clock()
         workspace_bytes = _measured_workspace(parts)
-        start_s["kernels"] = clock() - started
+        start_s["first forward"] = clock() - started
         started = clock()
-        num_blocks = _num_blocks(config, parts, workspace_bytes)
+        memory = _memory(config, parts, workspace_bytes)
+        num_blocks = memory.kv_bytes // parts.layout.block_bytes
         host_blocks = num_host_blocks(
             config.swap_memory, parts.layout.block_bytes, host.available_bytes()
         )
@@ -251,11 +261,33 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         attention=attention,
         slots=slots,
         workspace_bytes=workspace_bytes,
+        memory=memory,
         measure_rates=lambda: _measure_rates(runner, num_measured),
         start_s=start_s,
         kv_dtype=str(parts.kv_dtype).removeprefix("torch."),
         finds_prefix_groups=not limits.model_config.sliding_window and not config.deterministic,
     )
+
+
+def _attention(config: EngineConfig) -> str:
+    """The backend; ``auto`` takes FlashAttention-3 for long chunks where it is installed.
+
+    Raises:
+        ConfigError: it is none for a GPU, or not installed.
+    """
+    if config.attention == "auto":
+        return "triton" if config.deterministic or find_flash3() is None else "flash3"
+    if config.attention not in ("triton", "flash3", "stock", "mixed"):
+        raise ConfigError(
+            f"attention={config.attention} is for CPUs; use auto, triton, flash3, or, with "
+            "kv=virtual, stock or mixed on a GPU"
+        )
+    if config.attention == "flash3" and find_flash3() is None:
+        raise ConfigError(
+            "attention=flash3 needs FlashAttention-3, and flash_attn_interface cannot be imported; "
+            "install it, or use attention=triton"
+        )
+    return config.attention
 
 
 def resolve_kv_dtype(asked: str, model: Decoder) -> torch.dtype:
@@ -308,17 +340,27 @@ def warm_up(runner: GPURunner, num_tokens: int) -> None:
     rows = int_array([0])
     prefill = Batch.of(rows, int_array([num_tokens]), rows == 0)
     decode = Batch.decode(rows)
-    commands: tuple[KVCommand, ...] = ()
-    places = int_array(range(num_blocks))
-    if runner.arena.slots is not None:
-        commands = (MapBlocks(0 * places, places, init.block_ids),)
+    commands = _mapping(runner, init)
     plan = StepPlan(step_id=0, batch=prefill, row_inits=(init,), commands=commands)
     runner.collect(runner.launch(plan))
     for _ in range(2):
         runner.collect(runner.launch(StepPlan(step_id=0, batch=decode)))
+    _hide(runner, init)
+
+
+def _mapping(runner: GPURunner, init: RowInit) -> tuple[KVCommand, ...]:
+    """What shows the row's blocks in its slot, where there are slots."""
+    if runner.arena.slots is None:
+        return ()
+    places = int_array(range(len(init.block_ids)))
+    return (MapBlocks(0 * places + init.row, places, init.block_ids),)
+
+
+def _hide(runner: GPURunner, init: RowInit) -> None:
+    """The manager starts with slots that show nothing."""
     if runner.arena.slots is not None:
-        # The manager starts with slots that show nothing.
-        runner.arena.slots.order(MapBlocks(0 * places, places, 0 * places))
+        places = int_array(range(len(init.block_ids)))
+        runner.arena.slots.order(MapBlocks(0 * places + init.row, places, 0 * places))
         runner.arena.slots.mapper.wait()
 
 
@@ -336,36 +378,31 @@ def _measured_workspace(parts: GPUParts) -> int:
     with torch.inference_mode():
         shape = (limits.max_num_seqs, parts.model.config.hidden_size)
         device = parts.device.torch_device
-        parts.fused.logits(torch.zeros(shape, dtype=parts.model.dtype, device=device))
+        parts.gpu_model.logits(torch.zeros(shape, dtype=parts.model.dtype, device=device))
     torch.cuda.synchronize()
     return max(torch.cuda.max_memory_allocated() - before - pool_bytes, 0)
 
 
-def _num_blocks(config: EngineConfig, parts: GPUParts, workspace_bytes: int) -> int:
-    """Blocks of the pool, the null block included."""
+def _memory(config: EngineConfig, parts: GPUParts, workspace_bytes: int) -> DeviceMemory:
+    """What becomes of the device's memory."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    available = free - workspace_bytes - _MARGIN_BYTES
-    memory = KVMemory.parse(config.kv_memory)
-    if memory.num_bytes is not None:
-        wanted = memory.num_bytes
-        if wanted > available:
-            raise ConfigError(
-                f"kv_memory asks for {wanted / 2**30:.2f} GiB but {available / 2**30:.2f} GiB of "
-                "GPU memory remain after weights and workspace; ask for less"
-            )
-    elif memory.fraction is not None:
-        wanted = int(memory.fraction * available)
-    else:
-        wanted = min(available, int(_KV_FRACTION * total) - (total - free) - workspace_bytes)
-    num_blocks = wanted // parts.layout.block_bytes
-    if num_blocks < 2:
-        raise ConfigError(
-            f"the KV cache needs at least two blocks of {parts.layout.block_bytes} bytes "
-            f"({parts.layout.block_size} tokens each), but {max(wanted, 0)} bytes of GPU memory "
-            "remain for it; give more memory or take a smaller model"
-        )
-    return num_blocks
+    limits = parts.limits
+    vocab_size = limits.model_config.vocab_size
+    # State of the rows that edit, and a copy of the logits of all.
+    sampling_bytes = most_bytes(min(limits.max_num_seqs, _EDITING_SEQS), vocab_size)
+    sampling_bytes += limits.max_num_seqs * vocab_size * parts.model.dtype.itemsize
+    return share_out(
+        KVMemory.parse(config.kv_memory),
+        total_bytes=total,
+        free_bytes=free,
+        weight_bytes=parts.model.weight_bytes(),
+        workspace_bytes=workspace_bytes,
+        graph_bytes=_GRAPH_BYTES,
+        sampling_bytes=sampling_bytes,
+        block_bytes=parts.layout.block_bytes,
+        block_size=parts.layout.block_size,
+    )
 
 
 def _measure_rates(runner: GPURunner, num_tokens: int) -> tuple[float, float]:

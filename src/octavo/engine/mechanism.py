@@ -10,6 +10,7 @@ from octavo.config import ConfigError, EngineConfig, parse_size
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import KVCapacity
 from octavo.core.protocols import Executor
+from octavo.engine.device_memory import DeviceMemory
 
 if TYPE_CHECKING:
     from octavo.execution.models.decoder import Decoder
@@ -45,7 +46,7 @@ class Mechanism:
     tokens a second of prefill. ``start_s`` says how long the parts of the start took,
     ``finds_prefix_groups`` whether the executor reads a prefix that rows share only once,
     ``slots`` what there is of them (None: under `paged`), ``kv_dtype`` what keys and values are
-    kept in."""
+    kept in, ``memory`` what becomes of a device's own memory."""
 
     executor: Executor
     model: Decoder
@@ -57,6 +58,7 @@ class Mechanism:
     start_s: dict[str, float]
     finds_prefix_groups: bool = False
     slots: SlotOptions | None = None
+    memory: DeviceMemory | None = None
     kv_dtype: str
 
 

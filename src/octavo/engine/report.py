@@ -6,12 +6,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from octavo.core.plan import KVCapacity
+from octavo.engine.device_memory import DeviceMemory
 from octavo.scheduling.admission import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """Where memory went and what fits. Sizes in bytes, times in seconds."""
+    """Where memory went and what fits. Sizes in bytes, times in seconds: ``load_s`` from the first
+    import to the last warm-up, ``start_s`` of its phases. ``memory`` is a device's own (None: there
+    is none)."""
 
     model: str
     architecture: str
@@ -36,6 +39,7 @@ class EngineReport:
     kv: str = "paged"
     kv_dtype: str = "bfloat16"
     max_mapped_blocks: int | None = None
+    memory: DeviceMemory | None = None
 
     @property
     def limits(self) -> Limits:
@@ -62,6 +66,8 @@ class EngineReport:
         """Everything as plain values, for a log."""
         values: dict[str, Any] = asdict(self)
         capacity = values.pop("capacity")
+        if self.memory is None:
+            del values["memory"]
         values |= capacity
         return values | {"kv_bytes": self.kv_bytes, "num_kv_tokens": self.num_kv_tokens}
 
@@ -81,7 +87,17 @@ class EngineReport:
                 f"; longer than {self.num_kv_tokens + 1} are refused, for which kv_memory is too "
                 "small"
             )
+        if self.memory is not None:
+            parts = " + ".join(
+                f"{name} {_size(value)}" for name, value in self.memory.parts().items()
+            )
+            lines.append(f"GPU memory: {_size(self.memory.total_bytes)} = {parts}")
+        lines.append(f"Start: {self.phases()}")
         return "\n".join(lines)
+
+    def phases(self) -> str:
+        """The times of the start, as a line."""
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.start_s.items())
 
 
 def _size(num_bytes: int) -> str:

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 
 from octavo.core.layout import KVLayout
 from octavo.core.plan import CopyBlocks, IntArray, KVCommand, ResizedBlocks, SwapIn, SwapOut
 from octavo.execution.device import CUDADevice, Device, Event
+from octavo.execution.kernels.block_copy import copy_blocks
 from octavo.execution.slots import Slots
+from octavo.execution.staging import Staging
+
+# Of one launch. Without sharing a plan copies whole sequences; it then takes several.
+_MAX_COPIES = 4096
+_ALIGN = 16
 
 
 class DeviceArena:
@@ -31,6 +36,7 @@ class DeviceArena:
         dtype: torch.dtype,
         device: Device,
         num_host_blocks: int = 0,
+        depth: int = 2,
     ) -> None:
         if dtype.itemsize != layout.dtype_bytes:
             raise ValueError(f"{dtype} does not have {layout.dtype_bytes} bytes an element")
@@ -44,6 +50,7 @@ class DeviceArena:
         if num_host_blocks:
             is_cuda = isinstance(device, CUDADevice)
             self.host = torch.empty(num_host_blocks + 1, *shape, dtype=dtype, pin_memory=is_cuda)
+        self._copies = Staging(device, 2 * _MAX_COPIES, depth)
         self._side = torch.cuda.Stream() if isinstance(device, CUDADevice) else None
         self._arriving: dict[int, Event] = {}
         # Swap-outs by the number of the plan that started them. Its blocks may be given to others
@@ -73,10 +80,7 @@ class DeviceArena:
         self.num_obeyed += 1
         for command in commands:
             if isinstance(command, CopyBlocks):
-                # As bytes: PyTorch indexes those on every device, and fp8 not on all.
-                pool = self.kv.view(torch.uint8)
-                sources = _index(command.sources).to(pool.device)
-                pool[_index(command.destinations).to(pool.device)] = pool[sources]
+                self._copy_inside(command)
             elif isinstance(command, SwapOut):
                 event = self._swap(command.block_ids, command.host_block_ids, is_out=True)
                 self._leaving.append((self.num_obeyed, event))
@@ -101,6 +105,17 @@ class DeviceArena:
         for transfer in done:
             del self._arriving[transfer]
         return done
+
+    def _copy_inside(self, command: CopyBlocks) -> None:
+        for first in range(0, len(command.sources), _MAX_COPIES):
+            part = slice(first, first + _MAX_COPIES)
+            count = len(command.sources[part])
+            padded = -(-count // _ALIGN) * _ALIGN
+            host = self._copies.host()
+            host[:count] = command.sources[part]
+            host[padded : padded + count] = command.destinations[part]
+            sent = self._copies.send(padded + count)
+            copy_blocks(self.kv, sent[:count], sent[padded:])
 
     def _swap(self, block_ids: IntArray, host_ids: IntArray, *, is_out: bool) -> Event:
         assert self.host is not None, "the plan swaps, but there is no host memory"
@@ -129,7 +144,3 @@ class DeviceArena:
         if self._side is not None and not event.query():
             assert isinstance(event, torch.cuda.Event)
             torch.cuda.current_stream().wait_event(event)
-
-
-def _index(ids: IntArray) -> torch.Tensor:
-    return torch.from_numpy(ids.astype(np.int64))

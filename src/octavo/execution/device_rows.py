@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from octavo.core.plan import IntArray, RowForks, RowInit, TableDeltas
 from octavo.execution.device import Device
-from octavo.execution.kernels.row_state import scatter
 from octavo.execution.kernels.sampling import SamplingState
-
-Int64Array = NDArray[np.int64]
+from octavo.execution.staging import Int64Array, Staging, Write
 
 _ALIGN = 32  # ints; kernels are compiled for aligned addresses
 
@@ -51,28 +48,28 @@ class DeviceRows:
             min_p=self._field("min_p").view(torch.float32),
             seed=seeds.view(torch.int64),
         )
+        # Each is sent once a step at most, so that none is waited for while steps run.
         self._staging = Staging(device, 2 * (1 << 16), depth)
+        self._forked = Staging(device, 3 * stride, depth)
+        self._after_forks = Staging(device, 2 * (1 << 16), depth)
 
     def _field(self, name: str) -> torch.Tensor:
         return self._state[self._starts[name] :][: self.num_rows + 1]
 
     def apply(self, inits: tuple[RowInit, ...], forks: RowForks, deltas: TableDeltas) -> None:
         """Make the changes of a plan, in this order."""
-        places: list[Int64Array | IntArray] = []
-        values: list[IntArray] = []
-        for init in inits:
-            place, value = self._init(init)
-            places.append(place)
-            values.append(value)
-        if len(forks):
-            self._send(places, values)
-            places, values = [], []
-            self._fork(forks)
+        writes = [Write(self._state, *self._init(init)) for init in inits]
+        changed = []
         if len(deltas):
             rows = deltas.rows.astype(np.int64)
-            places.append(self._tables_start + rows * self.width + deltas.indices)
-            values.append(deltas.block_ids)
-        self._send(places, values)
+            places = self._tables_start + rows * self.width + deltas.indices
+            changed = [Write(self._state, places, deltas.block_ids)]
+        if not len(forks):
+            self._staging.scatter(writes + changed)
+            return
+        self._staging.scatter(writes)
+        self._fork(forks)
+        self._after_forks.scatter(changed)
 
     def _init(self, init: RowInit) -> tuple[Int64Array, IntArray]:
         row, params, starts = init.row, init.params, self._starts
@@ -97,50 +94,14 @@ class DeviceRows:
         return place, value
 
     def _fork(self, forks: RowForks) -> None:
-        device = self._state.device
-        rows = torch.from_numpy(forks.rows.astype(np.int64)).to(device)
-        parents = torch.from_numpy(forks.parents.astype(np.int64)).to(device)
+        count = len(forks)
+        padded = -(-count // _ALIGN) * _ALIGN
+        host = self._forked.host()
+        for part, values in enumerate((forks.rows, forks.parents, forks.token_ids)):
+            host[part * padded : part * padded + count] = values
+        sent = self._forked.send(3 * padded)
+        rows, parents, token_ids = (sent[part * padded :][:count] for part in range(3))
         # Read before written: the right side is gathered into new memory.
         self.tables[rows] = self.tables[parents]
         self.position[rows] = self.position[parents]
-        self.last_token[rows] = torch.from_numpy(forks.token_ids).to(device)
-
-    def _send(self, places: list[Int64Array | IntArray], values: list[IntArray]) -> None:
-        if not places:
-            return
-        place, value = np.concatenate(places), np.concatenate(values)
-        half = self._staging.num_ints // 2
-        for first in range(0, len(place), half):
-            count = min(half, len(place) - first)
-            padded = -(-count // _ALIGN) * _ALIGN
-            host = self._staging.host()
-            host[:count] = place[first : first + count]
-            host[padded : padded + count] = value[first : first + count]
-            sent = self._staging.send(padded + count)
-            scatter(self._state, sent[:count], sent[padded:])
-
-
-class Staging:
-    """Pinned host memory for a step's numbers, in turns, and where they land on the device."""
-
-    def __init__(self, device: Device, num_ints: int, depth: int) -> None:
-        self.num_ints = num_ints
-        self._slots = [(device.pinned(num_ints), device.event()) for _ in range(depth + 1)]
-        self._turn = 0
-        self.device = torch.zeros(num_ints, dtype=torch.int32, device=device.torch_device)
-
-    def host(self) -> IntArray:
-        """The next turn's memory, once the device has read what was there."""
-        self._turn = (self._turn + 1) % len(self._slots)
-        memory, event = self._slots[self._turn]
-        event.synchronize()
-        array: IntArray = memory.numpy()
-        return array
-
-    def send(self, count: int) -> torch.Tensor:
-        """Copy the first ``count`` ints; returns them on the device, until the next `send`."""
-        memory, event = self._slots[self._turn]
-        target = self.device[:count]
-        target.copy_(memory[:count], non_blocking=True)
-        event.record()
-        return target
+        self.last_token[rows] = token_ids

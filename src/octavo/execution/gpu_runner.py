@@ -18,13 +18,10 @@ from octavo.core.layout import num_blocks_for
 from octavo.core.plan import (
     NULL_BLOCK,
     Batch,
-    BoolArray,
     IntArray,
     MapBlocks,
-    PromptLogprobs,
     ResizedBlocks,
     RowInit,
-    StepLogprobs,
     StepPlan,
     StepResult,
     int_array,
@@ -33,16 +30,23 @@ from octavo.core.protocols import StepError
 from octavo.execution.attention.paged import PagedAttention
 from octavo.execution.device import Device, Event
 from octavo.execution.device_arena import DeviceArena
+from octavo.execution.device_edits import DeviceEdits
 from octavo.execution.device_rows import DeviceRows
+from octavo.execution.device_scores import DeviceScores, PendingScores
 from octavo.execution.graphs import StepGraphs
 from octavo.execution.sampling.prompts import PromptScorer
-from octavo.execution.sampling.sampler import Sampler
 
 
 class GPUModel(Protocol):
     """What a GPU runner needs of a model."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Any) -> Any: ...
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Any,
+        wanted: torch.Tensor | None = None,
+    ) -> Any: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -57,8 +61,7 @@ class PendingStep:
     num_sampled: int
     num_obeyed: int
     transfers: tuple[int, ...] = ()
-    logprobs: StepLogprobs | None = None
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    scores: PendingScores | None = None
     resized: ResizedBlocks | None = None
 
 
@@ -75,6 +78,7 @@ class GPURunner:
         max_num_seqs: int,
         max_model_len: int,
         max_num_batched_tokens: int,
+        vocab_size: int,
         depth: int = 2,
         capture: bool = True,
     ) -> None:
@@ -95,8 +99,8 @@ class GPURunner:
             depth=depth,
             capture=capture,
         )
-        # For rows whose logits are changed or scored: on the host, from a copy of their logits.
-        self.sampler = Sampler(max_num_seqs)
+        self.edits = DeviceEdits(device, max_num_seqs, vocab_size, depth)
+        self.scores = DeviceScores(device, max_num_seqs, max_num_batched_tokens, depth)
         self.position: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self._known: list[IntArray] = [int_array([])] * max_num_seqs
         self._num_known: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
@@ -113,6 +117,7 @@ class GPURunner:
         """Start a plan behind those that were started before."""
         with self.device.context():
             self._await_readers(plan)
+            self.scores.start()
             self._apply(plan)
             transfers = self.arena.obey(plan.commands)
             batch = plan.batch
@@ -127,29 +132,46 @@ class GPURunner:
             if batch.is_mapped and self.arena.slots is not None:
                 self.arena.slots.require(batch.rows, starts + batch.num_scheduled_tokens)
             rows = plan.sampled_rows()
-            is_random = bool(self._is_random[rows].any())
-            edited, scored = self.sampler.needs(rows, self.position[rows].astype(np.int64))
-            has_logits = bool(edited.any() or scored.any())
-            prompts: tuple[PromptLogprobs, ...] = ()
+            indices = self.position[rows].astype(np.int64)
+            edited = self.edits.needs(rows, indices)
+            scored = self.scores.places(rows)
+            # Those that edit are sampled again, from what they make of their logits.
+            is_random = bool(self._is_random[rows[~edited]].any())
+            has_logits = bool(edited.any() or len(scored))
             if self._is_steady(plan, starts):
                 logits = self.graphs.decode(batch, int(starts.max()) + 1, is_random, has_logits)
             else:
                 self._is_placed[batch.rows] = batch.samples
-                hidden = self._forward(batch, starts)
-                if self._prompts.wants(batch.rows):
-                    prompts = self._prompts.score(
-                        batch.rows, starts, batch.num_scheduled_tokens, hidden, self._host_logits
-                    )
-                if not len(rows):
-                    return self._pending(plan, 0, transfers, prompts=prompts)
+                is_scored = self._prompts.wants(batch.rows)
                 index = self._sampled_tokens(plan)
+                # Prompts that are scored need the states of all their tokens.
+                hidden, is_all = self._forward(batch, starts, None if is_scored else index)
+                if is_scored:
+                    parts = self._prompts.parts(batch.rows, starts, batch.num_scheduled_tokens)
+                    self.scores.score_prompts(parts, hidden, self.model.logits)
+                if not len(rows):
+                    return self._pending(plan, 0, transfers)
+                if not is_all:
+                    index = np.arange(len(index))
                 logits = self.graphs.head(
                     hidden, index, rows, self.position[rows], is_random, has_logits
                 )
-            logprobs = None
             if logits is not None:
-                logprobs = self._finish_on_host(logits, rows, edited, scored)
-            return self._pending(plan, len(rows), transfers, logprobs, prompts)
+                out = self.graphs.out[: len(rows)]
+                if edited.any():
+                    places = np.flatnonzero(edited)
+                    self.edits.sample(
+                        logits,
+                        places,
+                        rows[places],
+                        indices[places],
+                        self.rows,
+                        out,
+                        is_random=bool(self._is_random[rows[places]].any()),
+                    )
+                if len(scored):
+                    self.scores.score_sampled(logits, rows, scored, out)
+            return self._pending(plan, len(rows), transfers)
 
     def collect(self, pending: PendingStep) -> StepResult:
         """The result of a started step, waiting for it.
@@ -166,27 +188,22 @@ class GPURunner:
                 f"the logits of {bad} of {len(tokens)} sequences are not finite (NaN or "
                 "infinity): the weights are damaged, or a value left the range of the dtype"
             )
+        logprobs, prompts = (None, ()) if pending.scores is None else pending.scores.read()
         return StepResult(
             pending.step_id,
             tokens,
             self.arena.arrived(pending.transfers, wait=not pending.num_sampled),
-            logprobs=pending.logprobs,
-            prompt_logprobs=pending.prompt_logprobs,
+            logprobs=logprobs,
+            prompt_logprobs=prompts,
             resized=pending.resized,
         )
 
-    def _pending(
-        self,
-        plan: StepPlan,
-        num_sampled: int,
-        transfers: tuple[int, ...],
-        logprobs: StepLogprobs | None = None,
-        prompts: tuple[PromptLogprobs, ...] = (),
-    ) -> PendingStep:
+    def _pending(self, plan: StepPlan, num_sampled: int, transfers: tuple[int, ...]) -> PendingStep:
         self._turn = (self._turn + 1) % len(self._results)
         tokens = self._results[self._turn]
         if num_sampled:
             tokens[:num_sampled].copy_(self.graphs.out[:num_sampled], non_blocking=True)
+        scores = self.scores.finish()
         event = self.device.event()
         event.record()
         self._last_event = event
@@ -197,8 +214,7 @@ class GPURunner:
             num_sampled,
             self.arena.num_obeyed,
             transfers,
-            logprobs,
-            prompts,
+            scores,
             self.arena.take_resized(),
         )
 
@@ -223,6 +239,7 @@ class GPURunner:
             self.position[forks.rows] = self.position[forks.parents]
             self._num_known[forks.rows] = 0
         self.rows.apply(plan.row_inits, forks, plan.table_deltas)
+        self.edits.send()
 
     def _start_row(self, init: RowInit) -> None:
         row, params = init.row, init.params
@@ -231,15 +248,8 @@ class GPURunner:
         self._num_known[row] = len(init.token_ids)
         self._is_placed[row] = True
         self._is_random[row] = params.temperature > 0 and params.top_k != 1
-        self.sampler.set_row(
-            row,
-            params,
-            init.seed,
-            token_ids=init.token_ids,
-            num_prompt_tokens=init.num_prompt_tokens,
-            stop_token_ids=init.stop_token_ids,
-            num_logprobs=init.num_logprobs,
-        )
+        self.edits.set_row(init)
+        self.scores.set_row(row, init.num_logprobs)
         self._prompts.set_row(init)
 
     def _is_steady(self, plan: StepPlan, starts: IntArray) -> bool:
@@ -255,7 +265,9 @@ class GPURunner:
             and bool(self._is_placed[batch.rows].all())
         )
 
-    def _forward(self, batch: Batch, starts: IntArray) -> torch.Tensor:
+    def _forward(
+        self, batch: Batch, starts: IntArray, wanted: NDArray[np.int64] | None
+    ) -> tuple[torch.Tensor, bool]:
         counts = batch.num_scheduled_tokens
         ends = np.cumsum(counts, dtype=np.int32)
         offsets = ends - counts
@@ -266,7 +278,7 @@ class GPURunner:
             offset, count, start = offsets[i], counts[i], starts[i]
             token_ids[offset : offset + count] = known[start : start + count]
         return self.graphs.forward(
-            batch.rows, counts, starts, token_ids, positions, batch.is_mapped
+            batch.rows, counts, starts, token_ids, positions, wanted, batch.is_mapped
         )
 
     def _sampled_tokens(self, plan: StepPlan) -> NDArray[np.int64]:
@@ -283,28 +295,3 @@ class GPURunner:
             for _ in fan_out.destination_rows
         ]
         return np.concatenate([index, np.array(fanned, dtype=np.int64)])
-
-    def _finish_on_host(
-        self, logits: torch.Tensor, rows: IntArray, edited: BoolArray, scored: BoolArray
-    ) -> StepLogprobs | None:
-        """Sample and score the rows that need more than the device's kernels do. Waits for the
-        step: rows that ask for it pay, and their neighbours in the step."""
-        indices = self.position[rows].astype(np.int64)
-        places = np.flatnonzero(edited | scored)
-        own = logits[torch.from_numpy(places).to(logits.device)].float().cpu()
-        if edited.any():
-            which = np.flatnonzero(edited[places])
-            chosen = self.sampler.sample(
-                own[torch.from_numpy(which)], rows[places[which]], indices[places[which]]
-            )
-            self.graphs.overwrite(places[which], rows[places[which]], chosen)
-        if not scored.any():
-            return None
-        tokens = self.graphs.out[: len(rows)].cpu().numpy().astype(np.int64)
-        found = self.sampler.logprobs(own, rows[places], tokens[places])
-        if found is None:
-            return None
-        return StepLogprobs(places[found.places].astype(np.int32), found.scores)
-
-    def _host_logits(self, states: torch.Tensor) -> torch.Tensor:
-        return self.model.logits(states).float().cpu()

@@ -19,7 +19,7 @@ from octavo.core.plan import Batch, IntArray
 from octavo.execution.attention.dense import MIN_TOKENS, DenseChunk, dense_count
 from octavo.execution.attention.paged import PagedAttention, PagedStep, RowSpans
 from octavo.execution.device import Device
-from octavo.execution.device_rows import DeviceRows, Staging
+from octavo.execution.device_rows import DeviceRows
 from octavo.execution.kernels.prefill_attention import PrefillTiles, tile_tokens
 from octavo.execution.kernels.prefix_attention import PrefixTiles, tile_rows
 from octavo.execution.kernels.row_state import fill_tokens, gather_rows
@@ -29,6 +29,7 @@ from octavo.execution.kernels.sampling import (
     argmax_tokens,
     sample_tokens,
 )
+from octavo.execution.staging import Staging
 
 if TYPE_CHECKING:
     from octavo.execution.gpu_runner import GPUModel
@@ -74,9 +75,11 @@ class StepGraphs:
         self._decode_inputs = torch.zeros(3, _padded(size), dtype=torch.int32, device=place)
         self._head_inputs = Staging(device, 3 * _padded(size), depth)
         most = _token_bucket(max_num_batched_tokens)
-        self._forward_inputs = Staging(device, 3 * most + 4 * _padded(most + 64) + 32, depth)
+        num_ints = 3 * most + 4 * _padded(most + 64) + 32 + _padded(size)
+        self._forward_inputs = Staging(device, num_ints, depth)
         self._hidden: torch.Tensor | None = None
         self._captured_states: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
         self._batch: Batch | None = None
         self._max_tiles = 0
 
@@ -154,10 +157,15 @@ class StepGraphs:
         starts: IntArray,
         token_ids: IntArray,
         positions: IntArray,
+        wanted: NDArray[np.int64] | None,
         is_mapped: bool = True,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, bool]:
         """Run ``counts[i]`` tokens of each row, from ``starts[i]`` on; a negative token id stands
-        for what the row sampled last. Returns ``[tokens or more, hidden]``, the rest is padding."""
+        for what the row sampled last.
+
+        Returns ``[tokens or more, hidden]``, of which the rest is padding, and True; or, where the
+        step is not captured, the states of the ``wanted`` tokens alone, and False.
+        """
         num_tokens, null = len(token_ids), self._rows.num_rows
         single = counts == 1
         num_decode = len(rows) if single.all() else int(np.argmin(single))
@@ -195,7 +203,13 @@ class StepGraphs:
         for part in range(4):
             place = first + part * tile_width
             host[place : place + num_tiles] = tiles[part]
-        sent = self._forward_inputs.send(first + 4 * tile_width)
+        first += 4 * tile_width
+        is_all = is_captured or wanted is None
+        num_wanted = 0 if is_all or wanted is None else len(wanted)
+        if num_wanted:
+            host[first : first + num_wanted] = wanted
+        sent = self._forward_inputs.send(first + num_wanted)
+        kept = None if is_all else sent[first:]
         longest = int((starts + counts).max())
         if is_captured:
             longest = self._attention.length_class(longest)
@@ -207,11 +221,11 @@ class StepGraphs:
         def work() -> torch.Tensor:
             return self._forward(
                 sent, size, width, max_tiles, tile_width, max_decode, longest, chunks, in_slots,
-                spans,
+                spans, kept,
             )  # fmt: skip
 
         if not is_captured:
-            return work()
+            return work(), is_all
 
         def captured() -> torch.Tensor:
             """States in memory that all captured steps share."""
@@ -222,7 +236,7 @@ class StepGraphs:
             return self._captured_states[:size].copy_(hidden)
 
         key = ("forward", size, max_tiles, max_decode, longest, in_slots)
-        return self._run(key, captured)
+        return self._run(key, captured), True
 
     @staticmethod
     def _dense_chunks(
@@ -271,15 +285,6 @@ class StepGraphs:
         key = ("head", size, is_random, has_logits)
         logits = self._run(key, lambda: self._sample(states, sampled, is_random, has_logits))
         return logits[:count] if has_logits else None
-
-    def overwrite(
-        self, places: NDArray[np.int64], rows: IntArray, token_ids: NDArray[np.int64]
-    ) -> None:
-        """The host chose ``token_ids`` for ``rows``, at ``places`` of the step."""
-        device = self.out.device
-        tokens = torch.from_numpy(token_ids.astype(np.int32)).to(device)
-        self.out[torch.from_numpy(places).to(device)] = tokens
-        self._rows.last_token[torch.from_numpy(rows.astype(np.int64)).to(device)] = tokens
 
     def _run(self, key: Hashable, work: Callable[[], Any]) -> Any:
         if not self._captures:
@@ -338,6 +343,7 @@ class StepGraphs:
         dense: tuple[DenseChunk, ...],
         in_slots: bool,
         spans: RowSpans | None,
+        wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         token_ids, token_rows, positions = (sent[part * width :][:size] for part in range(3))
         fill_tokens(token_ids, token_rows, self._rows.last_token)
@@ -356,7 +362,9 @@ class StepGraphs:
             max_length=longest,
             spans=spans,
         )
-        hidden: torch.Tensor = self._model.forward(token_ids, positions, self._attention.plan(step))
+        hidden: torch.Tensor = self._model.forward(
+            token_ids, positions, self._attention.plan(step), wanted
+        )
         return hidden
 
     def _sample(
@@ -368,8 +376,13 @@ class StepGraphs:
         argmax_tokens(logits, sampled, self._workspace, out, rows.last_token, rows.position)
         if is_random:
             sample_tokens(logits, sampled, rows.sampling, self._workspace, out, rows.last_token)
-        # Kept alive by a captured step, they would be memory that no other step can use.
-        return logits if has_logits else None
+        if not has_logits:
+            return None
+        # A copy: kept alive by a captured step, they would be memory that no other step can use.
+        if self._logits is None:
+            shape = (len(self._order), logits.shape[1])
+            self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+        return self._logits[: len(logits)].copy_(logits)
 
 
 def _tiles(

@@ -32,7 +32,9 @@ class Slots:
     """``num_slots`` ranges of ``max_model_len`` tokens each; handle i of ``pages`` is block i.
 
     ``tensor [num_slots, max_tokens, num_layers, 2, num_kv_heads, head_dim]`` are their addresses;
-    only tokens of mapped places may be touched. ``max_mapped_blocks`` places may be mapped at once.
+    only tokens of mapped places may be touched. ``guarded`` is the same with one slot more in front
+    of it, which shows the null block once `show_null` was called for slot -1.
+    ``max_mapped_blocks`` places may be mapped at once.
 
     Raises:
         PageError: the system refuses the addresses.
@@ -48,10 +50,11 @@ class Slots:
     ) -> None:
         self.block_size = layout.block_size
         self.num_places = num_blocks_for(max_model_len, layout.block_size)
-        addresses = pages.reserve(num_slots * self.num_places)
+        addresses = pages.reserve((1 + num_slots) * self.num_places)
         memory = pages.tensor(addresses).view(dtype)
         max_tokens = self.num_places * layout.block_size
-        self.tensor = memory.view(num_slots, max_tokens, *layout.block_shape()[1:])
+        self.guarded = memory.view(1 + num_slots, max_tokens, *layout.block_shape()[1:])
+        self.tensor = self.guarded[1:]
         # Places of a slot are mapped from its start on, so that each is at most one mapping to the
         # host, whatever blocks it shows, and each slot ends in at most one hole.
         self.max_mapped_blocks = num_slots * self.num_places
@@ -161,7 +164,7 @@ class Mapper:
 
     def map_now(self, slot: int, place: int, block_id: int) -> None:
         """Map one place before anything is ordered."""
-        place += slot * self._num_places
+        place += (1 + slot) * self._num_places
         with self.lock:
             self._pages.map(self._range, place, [block_id])
             self._pages.set_access(self._range, place, 1)
@@ -229,7 +232,7 @@ class Mapper:
 
     def _map(self, slot: int, wanted: Wanted) -> None:
         """Show ``wanted`` in a slot. When it fails, what was there before may be gone."""
-        base = slot * self._num_places
+        base = (1 + slot) * self._num_places
         places = sorted(wanted)
         shown = self._range.handles
         with self.lock:

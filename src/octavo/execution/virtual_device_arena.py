@@ -23,8 +23,8 @@ class VirtualDeviceArena(DeviceArena):
     """An arena whose blocks can be mapped in ``num_slots`` slots of ``max_model_len`` tokens.
 
     ``layout.block_bytes`` is a whole number of the granularity of ``pages``. The pool can grow to
-    ``max_blocks``, for which ``kv`` has addresses. There is one more slot
-    than rows: the one of padding shows the null block at its first place.
+    ``max_blocks``, for which ``kv`` has addresses. There is one more slot than rows: the one of
+    padding shows the null block at its first place.
 
     Raises:
         PageError: the driver refuses memory or addresses.
@@ -37,6 +37,7 @@ class VirtualDeviceArena(DeviceArena):
         dtype: torch.dtype,
         device: Device,
         num_host_blocks: int = 0,
+        depth: int = 2,
         *,
         num_slots: int,
         max_model_len: int,
@@ -46,10 +47,11 @@ class VirtualDeviceArena(DeviceArena):
         self.max_blocks = max(max_blocks or 0, num_blocks)
         self.pages = pages
         close_at_end(self, pages.close)
-        super().__init__(layout, num_blocks, dtype, device, num_host_blocks)
+        super().__init__(layout, num_blocks, dtype, device, num_host_blocks, depth)
         self._slots = Slots(pages, layout, dtype, num_slots + 1, max_model_len)
         close_at_end(self, self._slots.mapper.close)
         self._slots.show_null(num_slots)
+        self._slots.show_null(-1)
         self._pool.max_pieces = self._slots.num_spare_mappings
         self._resized: ResizedBlocks | None = None
 

@@ -129,6 +129,7 @@ class Metrics:
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"octavo_{name}", text, value=value)
         yield self._info()
+        yield from self._device_memory()
         yield CounterMetricFamily(
             "octavo_num_preemptions",
             "Requests that lost their blocks for a while",
@@ -145,6 +146,22 @@ class Metrics:
         yield CounterMetricFamily(
             "octavo_engine_steps", "Steps of the engine", value=stats.num_steps
         )
+
+    def _device_memory(self) -> Iterator[Metric]:
+        memory = self._engine.report.memory
+        if memory is None:
+            return
+        yield GaugeMetricFamily(
+            "octavo_gpu_memory_total_bytes", "The GPU's memory", value=memory.total_bytes
+        )
+        parts = GaugeMetricFamily(
+            "octavo_gpu_memory_bytes",
+            "How it was shared out at the start; the parts sum to the total",
+            labels=["part"],
+        )
+        for name, value in memory.parts().items():
+            parts.add_metric([name.lower().replace(" ", "_")], value)
+        yield parts
 
     def on_choices(self, n: int) -> None:
         """A request of ``n`` choices for each prompt was taken in."""

@@ -24,13 +24,13 @@ class Pool:
         return values if self.scales is None else values * self.scales[:, :, None]
 
     def slots(self, lengths: list[int]) -> torch.Tensor:
-        """One layer of slots that show the same, ``[row, token, K|V, kv_head, head_dim]``; what
-        lies behind a row's tokens is NaN."""
+        """One layer of slots that show the same, ``[1 + row, token, K|V, kv_head, head_dim]``;
+        what lies behind a row's tokens is NaN."""
         stored = Pool(self.kv_layer, self.tables)
-        shape = (len(lengths), max(lengths) + 5, 3, *self.kv_layer.shape[2:])
+        shape = (1 + len(lengths), max(lengths) + 5, 3, *self.kv_layer.shape[2:])
         slots = torch.full(shape, float("nan"), device=self.kv_layer.device)
         for row, length in enumerate(lengths):
-            slots[row, :length, 1] = stored.keys_and_values(row, length)
+            slots[1 + row, :length, 1] = stored.keys_and_values(row, length)
         return slots.to(self.kv_layer.dtype)[:, :, 1]
 
 

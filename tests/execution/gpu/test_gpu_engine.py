@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from engine.tiny_engine import build, run
-from execution.models.tiny_models import tiny_qwen3
-from octavo.config import EngineConfig
+from execution.models.tiny_models import OPT_350M, tiny_opt, tiny_qwen3
+from octavo.config import ConfigError, EngineConfig
 from octavo.core.plan import KVCapacity, StepPlan, int_array
 from octavo.core.request import BeamResult, Request, StepOutputs
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.engine.mechanism import resolve_limits
+from octavo.execution import graphs
 from octavo.execution.device import CUDADevice, Device, PlainDevice
+from octavo.execution.models import fused
 from octavo.execution.models.loading import load_config, load_model
 from octavo.memory import prefix_groups
 from octavo.memory.paged import PagedManager
@@ -249,6 +251,44 @@ def test_rows_that_begin_alike_read_it_once(model: Path, monkeypatch: pytest.Mon
     assert {(tuple(group.places), group.num_tokens) for group in groups} == {((0, 1, 2), 8)}
     core.close()
     plain.close()
+
+
+@pytest.mark.parametrize("changes", [{}, OPT_350M], ids=["125m", "350m"])
+def test_learned_positions_and_layer_norms(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """OPT, its prompts in chunks; norms before its parts, and after them."""
+    tiny_opt(**changes).save_pretrained(tmp_path)
+    plain, _ = build(tmp_path, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE)
+    expected = run(plain, requests(3))
+    plain.close()
+    core = gpu_engine(tmp_path, num_blocks=60, depth=2, chunk=7)
+    assert run(core, requests(3)) == expected
+    core.close()
+    with pytest.raises(ConfigError, match="OPTForCausalLM does not run deterministically on a GPU"):
+        gpu_engine(tmp_path, num_blocks=9, depth=2, chunk=16, is_invariant=True)
+
+
+def test_the_last_layer_computes_what_is_sampled(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps that are not captured; all tokens of a prompt that is scored."""
+    monkeypatch.setattr(graphs, "_MAX_CAPTURED_TOKENS", 0)
+    num_rows: list[int] = []
+    plain_linear = fused.gated_linear
+
+    def counted(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        num_rows.append(len(x))
+        return plain_linear(x, *args, **options)
+
+    monkeypatch.setattr(fused, "gated_linear", counted)
+    core = gpu_engine(model, num_blocks=60, depth=1, chunk=8)
+    (request, _, scored, _) = requests(max_tokens=1)
+    assert run(core, [request])
+    # Nine tokens in two chunks, of which the first samples nothing; two layers.
+    assert num_rows == [8, 1, 1]
+    num_rows.clear()
+    assert run(core, [scored])
+    assert num_rows == [3, 3]
+    core.close()
 
 
 @pytest.mark.parametrize(

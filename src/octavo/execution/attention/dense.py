@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.execution.attention.flash3 import Flash3
 from octavo.execution.kernels.merge import gather_keys, merge_attention
 
 PIECE = 1024
@@ -54,6 +55,7 @@ def dense_attention(
     chunk: DenseChunk,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
+    flash3: Flash3 | None = None,
 ) -> None:
     """Attend for a chunk, whose keys are written already, into its part of ``out``.
 
@@ -61,6 +63,7 @@ def dense_attention(
     brought together in their dtype, multiplied by ``kv_scales`` where there are such. Without
     ``tables`` ``kv_layer`` is a layer of slots, whose keys are together already: what is handed on
     is a slice that is wholly mapped, since these kernels load tiles by a tensor's shape.
+    ``flash3`` attends instead of cuDNN.
     """
     own = slice(chunk.offset, chunk.offset + chunk.count)
     q = queries[own]
@@ -69,8 +72,11 @@ def dense_attention(
         kv = kv_layer[chunk.row, :length]
     else:
         kv = gather_keys(kv_layer, tables, chunk.row, length, dtype=q.dtype, kv_scales=kv_scales)
-    attended, lse = _attend(q, kv[chunk.start :], is_causal=True)
     target = out[own]
+    if flash3 is not None:
+        target.copy_(flash3(q, kv))
+        return
+    attended, lse = _attend(q, kv[chunk.start :], is_causal=True)
     target.copy_(attended)
     if not chunk.start:
         return

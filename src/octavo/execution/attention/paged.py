@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.execution.attention.dense import DenseChunk, dense_attention, is_supported
+from octavo.execution.attention.flash3 import Flash3
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
 from octavo.execution.kernels.gpu import SplitSum
@@ -92,12 +93,15 @@ class PagedAttention:
         is_invariant: bool = False,
         only_dense_in_slots: bool = False,
         kv_scales: torch.Tensor | None = None,
+        flash3: Flash3 | None = None,
     ) -> None:
         """``max_length`` bounds the tokens of any row. ``only_dense_in_slots``: both translations
         at once, slots where keys would have to be brought together, tables elsewhere.
         ``is_invariant``: every token attends in the order of the tiles' keys, whatever its batch
         and its chunk, so that its result has the same bits in any. ``kv_scales`` are float32
-        ``[layer, K|V, kv_head]``, what an arena of float8_e4m3fn stands in."""
+        ``[layer, K|V, kv_head]``, what an arena of float8_e4m3fn stands in. ``flash3`` attends for
+        long chunks instead of cuDNN."""
+        self.flash3 = flash3
         self.is_invariant = is_invariant
         self.layers = [arena.kv[:, :, layer] for layer in range(arena.layout.num_layers)]
         self.kv_scales = [None] * len(self.layers) if kv_scales is None else [*kv_scales]
@@ -107,7 +111,7 @@ class PagedAttention:
         self.slot_layers = (
             []
             if slots is None
-            else [slots.tensor[:, :, layer] for layer in range(len(self.layers))]
+            else [slots.guarded[:, :, layer] for layer in range(len(self.layers))]
         )
         self.num_heads = num_heads
         self.num_kv_heads = arena.layout.num_kv_heads
@@ -140,10 +144,13 @@ class PagedAttention:
         scales = self.kv_scales[layer]
         for chunk in step.dense:
             if step.in_slots and scales is None:
-                dense_attention(queries, self.slot_layers[layer], None, chunk, out)
+                slots = self.slot_layers[layer][1:]
+                dense_attention(queries, slots, None, chunk, out, flash3=self.flash3)
             else:
                 # Stored keys that have to be multiplied first are brought together for it.
-                dense_attention(queries, self.layers[layer], step.tables, chunk, out, scales)
+                dense_attention(
+                    queries, self.layers[layer], step.tables, chunk, out, scales, self.flash3
+                )
 
     def _splits(self, rows: int, is_long: bool) -> tuple[int, int]:
         """Parts of a row's keys, and the fewest keys of a part. Few rows are split to fill the

@@ -30,7 +30,7 @@ class StockAttention(PagedAttention):
         super().__init__(*args, **options)
         assert self.has_slots, "stock kernels read slots"
         # One layer as FlashAttention-2 wants it: [tokens of all slots, kv_head, head_dim].
-        self._flat = [layer.flatten(0, 1) for layer in self.slot_layers]
+        self._flat = [layer[1:].flatten(0, 1) for layer in self.slot_layers]
         self._slot_tokens = self.slot_layers[0].shape[1]
         self._window = self.sliding_window - 1 if self.sliding_window else None
         device = self.slot_layers[0].device

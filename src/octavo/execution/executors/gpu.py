@@ -46,6 +46,13 @@ class GPUExecutor:
         except Exception as error:
             raise _failure(pending.step_id, error) from error
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the device has done all that was launched; failed steps have nothing to do."""
+        return all(
+            pending.event.query() for pending in self._pending if isinstance(pending, PendingStep)
+        )
+
     def close(self) -> None:
         self.runner = None
 

@@ -254,8 +254,8 @@ def decode_attention(
 
     ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]``; token i is the last of row
     ``token_rows[i]``, at ``positions[i]``, and its key is written already. ``max_tokens`` bounds
-    ``num_tokens``. Without ``tables`` ``kv_layer`` is a layer of slots, ``[slot, token, K|V,
-    kv_head, head_dim]``, slot r the row r's: nothing behind a row's tokens is touched.
+    ``num_tokens``. Without ``tables`` ``kv_layer`` is a layer of slots, ``[1 + slot, token, K|V,
+    kv_head, head_dim]``, the first nobody's: nothing behind a row's tokens is touched.
     ``window`` 0 means none. ``prefix`` covers the first keys of some tokens. ``kv_scales`` as in
     `rope_and_write`: keys and values are multiplied by their head's.
     """

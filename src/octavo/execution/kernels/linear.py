@@ -49,14 +49,14 @@ _INVARIANT = Tiling(128, 64, 1, 3, 8, prefetch=0, block_m=128)
 
 def _tiling_of(x: torch.Tensor, weight: torch.Tensor, is_invariant: bool) -> Tiling | None:
     """As ``tiling``; wider elements, which the search was not for, get tiles of the same bytes.
-    Narrower ones do where few rows leave room for it."""
+    Of fp8 only few rows are multiplied in their own dtype: widening the weights takes longer than
+    reading them, 6.7 ms a step of an 8B at 32 rows where bfloat16 takes 4.6."""
     chosen = _INVARIANT if is_invariant else tiling(x.shape[0], *weight.shape)
-    if chosen is None:
+    if chosen is None or (weight.element_size() == 1 and x.shape[0] > 16 and not is_invariant):
         return None
     if x.element_size() > 2:
         return replace(chosen, block_k=chosen.block_k * 2 // x.element_size(), prefetch=0)
-    # Rows keep two bytes an element, so tiles of more inputs would not fit for many of them.
-    if weight.element_size() == 1 and x.shape[0] <= 16 and not is_invariant:
+    if weight.element_size() == 1 and not is_invariant:
         return replace(chosen, block_k=2 * chosen.block_k)
     return chosen
 

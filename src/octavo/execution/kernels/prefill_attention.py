@@ -234,7 +234,6 @@ def prefill_attention(
     window: int = 0,
     block_n: int | None = None,
     warps: int = 8,
-    stages: int = 3,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Attend for the tokens of ``tiles``, whose keys are written already.
@@ -276,6 +275,7 @@ def prefill_attention(
         BLOCK_N=block_n or (64 if dim > 128 or queries.dtype == torch.float32 else 128),
         PDL=PDL,
         num_warps=warps,
-        num_stages=stages,
+        # Keys at contiguous addresses are all loaded ahead, which takes more shared memory.
+        num_stages=2 if dim > 128 and tables is None else 3,
         **OVERLAP,
     )

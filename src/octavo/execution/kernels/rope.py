@@ -20,9 +20,11 @@ from octavo.execution.kernels.gpu import (
 @triton.jit
 def kv_offset(tables, row, position, stride_table, stride_block, stride_token, BLOCK_SIZE):
     """Where a token's keys and values begin: its block's place in the pool, by the block table, or,
-    of ``BLOCK_SIZE`` 0, its place in the row's slot: both translations in one kernel source."""
+    of ``BLOCK_SIZE`` 0, its place in the row's slot: both translations in one kernel source. The
+    first slot is nobody's: Triton asks the driver about a tensor's first address, so that one is
+    always mapped."""
     if BLOCK_SIZE == 0:
-        return row.to(tl.int64) * stride_block + position.to(tl.int64) * stride_token
+        return (row + 1).to(tl.int64) * stride_block + position.to(tl.int64) * stride_token
     block = tl.load(tables + row * stride_table + position // BLOCK_SIZE).to(tl.int64)
     return block * stride_block + (position % BLOCK_SIZE) * stride_token
 

@@ -171,7 +171,7 @@ class Decoder:
     ) -> torch.Tensor:
         """``token_ids``: int64 ``[num_tokens]``; ``positions``: each token's place in its
         sequence, int32 or int64 ``[num_tokens]``. Returns final-normed ``[num_tokens, hidden]``, or
-        only the states of ``wanted``, int64 indices of tokens: the last layer then computes keys
+        only the states of ``wanted``, integer indices of tokens: the last layer then computes keys
         and values of the others, and no more.
         """
         residual = self.embedding(token_ids)

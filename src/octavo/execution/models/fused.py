@@ -1,8 +1,8 @@
 """A gated decoder on a GPU, in as few kernels as its data flow allows.
 
 Between two products stands one kernel: it adds up the parts of the product before it, does what is
-elementwise, and leaves the next one its inputs. Families with other norms or activations run
-`Decoder.forward` as it is.
+elementwise, and leaves the next one its inputs. Families with other norms or activations run as
+they are (`unfused`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,13 @@ class FusedDecoder:
         self.dtype = model.dtype
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: FusedAttention
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: FusedAttention,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `Decoder.forward`, with ``token_ids`` int32."""
+        """As `Decoder.forward`, with ``token_ids`` and ``wanted`` int32."""
         model = self.model
         assert isinstance(model.norm, RMSNorm)
         residual = model.embedding(token_ids)
@@ -70,6 +74,11 @@ class FusedDecoder:
             heads = attention(
                 layer.index, self._product(layer.qkv, x), layer.query_key_norm, layer.output.weight
             )
+            if wanted is not None and layer is model.layers[-1]:
+                # Keys and values of all tokens are written; nobody reads the states of the others.
+                residual, heads = (part.index_select(0, wanted) for part in (residual, heads))
+                if not len(wanted):
+                    return residual
             x = _norm(layer.mlp_norm, residual, self._product(layer.output, heads))
             up = layer.up
             assert up.weight is not None

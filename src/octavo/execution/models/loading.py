@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -20,6 +21,7 @@ from octavo.execution.models.parallel import Collective, TensorParallel
 from octavo.execution.models.quantization import resolve_quantization
 from octavo.execution.models.registry import MODELS
 from octavo.execution.models.safetensors_weights import SafetensorsWeights
+from octavo.execution.models.weight_reader import WeightReader
 from octavo.execution.models.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -55,24 +57,28 @@ def load_model(
         raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}: {load_format!r}")
     collectives = {"all_reduce": all_reduce, "all_gather": all_gather}
     parallel = TensorParallel(rank, size, **{k: v for k, v in collectives.items() if v is not None})
-    config, tensors = _open(Path(source), load_format)
-    resolved = resolve_dtype(config, dtype, device)
-    if max_positions is not None and max_positions < 1:
-        raise ValueError(f"max_positions must be at least 1, got {max_positions}")
-    scales = None
-    if isinstance(tensors, Fp8Checkpoint):
-        scales = tensors.kv_scales(config.num_layers, config.num_kv_heads)
-    return Decoder(
-        MODELS[config.architecture],
-        config,
-        tensors,
-        dtype=resolved,
-        device=torch.device(device),
-        parallel=parallel,
-        max_positions=max_positions or config.max_position_embeddings,
-        quantization=resolve_quantization(weights, resolved, torch.device(device), tensors),
-        kv_scales=scales,
-    )
+    with contextlib.ExitStack() as stack:
+        reader = None
+        if torch.device(device).type == "cuda":
+            reader = stack.enter_context(WeightReader(torch.device(device)))
+        config, tensors = _open(Path(source), load_format, reader)
+        resolved = resolve_dtype(config, dtype, device)
+        if max_positions is not None and max_positions < 1:
+            raise ValueError(f"max_positions must be at least 1, got {max_positions}")
+        scales = None
+        if isinstance(tensors, Fp8Checkpoint):
+            scales = tensors.kv_scales(config.num_layers, config.num_kv_heads)
+        return Decoder(
+            MODELS[config.architecture],
+            config,
+            tensors,
+            dtype=resolved,
+            device=torch.device(device),
+            parallel=parallel,
+            max_positions=max_positions or config.max_position_embeddings,
+            quantization=resolve_quantization(weights, resolved, torch.device(device), tensors),
+            kv_scales=scales,
+        )
 
 
 def load_config(source: str | os.PathLike[str]) -> ModelConfig:
@@ -97,7 +103,7 @@ def resolve_dtype(config: ModelConfig, requested: str, device: str | torch.devic
     return dtype
 
 
-def _open(path: Path, load_format: str) -> tuple[ModelConfig, Weights]:
+def _open(path: Path, load_format: str, reader: WeightReader | None) -> tuple[ModelConfig, Weights]:
     if not path.exists():
         raise ModelLoadError(f"{path}: no such file or directory")
     is_gguf = path.suffix == ".gguf" or load_format == "gguf"
@@ -114,7 +120,7 @@ def _open(path: Path, load_format: str) -> tuple[ModelConfig, Weights]:
     if not path.is_dir():
         raise ModelLoadError(f"{path}: is neither a directory nor a .gguf file")
     config = load_hf_config(path)
-    tensors = SafetensorsWeights(path)
+    tensors = SafetensorsWeights(path, reader)
     if config.fp8 is None:
         return config, tensors
     if config.fp8.inputs != "token":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from octavo.core.model_config import ModelLoadError
 from octavo.execution.models.hf_config import read_json
+from octavo.execution.models.weight_reader import StoredTensor, WeightReader
 from octavo.execution.models.weights import check_shape, check_unused
 
 INDEX = "model.safetensors.index.json"
@@ -18,10 +20,17 @@ DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsWeights:
-    """Tensors of the ``*.safetensors`` files in ``directory``; files stay mapped while it lives."""
+    """Tensors of the ``*.safetensors`` files in ``directory``; files stay mapped while it lives.
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    With a ``reader`` tensors are read by it instead of through the map.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], reader: WeightReader | None = None
+    ) -> None:
         self.path = Path(directory)
+        self._reader = reader
+        self._stored: dict[Path, dict[str, StoredTensor]] = {}
         self._places: dict[str, tuple[Path, Any, str]] = {}
         for path, expected in _find_files(self.path).items():
             try:
@@ -76,6 +85,11 @@ class SafetensorsWeights:
         self, name: str, shape: tuple[int, ...], into: torch.Tensor, axis: int, start: int
     ) -> None:
         path, file, stored = self._places[name]
+        if (place := self._place(path, stored)) is not None:
+            assert self._reader is not None
+            self._reader.copy(place, into, axis, start)
+            self._unused.discard(name)
+            return
         stop = start + into.shape[axis]
         try:
             tensor = file.get_slice(stored)
@@ -83,6 +97,15 @@ class SafetensorsWeights:
         except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name} cannot be read: {error}") from error
         self._unused.discard(name)
+
+    def _place(self, path: Path, stored: str) -> StoredTensor | None:
+        """Where the reader finds a tensor; None: through the map."""
+        if self._reader is None:
+            return None
+        if path not in self._stored:
+            self._stored[path] = _stored_tensors(path)
+        place = self._stored[path].get(stored)
+        return place if place is not None and self._reader.fits(place) else None
 
     def stored_rows(
         self, name: str, shape: tuple[int, ...], axis: int, start: int, size: int
@@ -94,6 +117,34 @@ class SafetensorsWeights:
 
     def check_all_used(self, ignored: frozenset[str]) -> None:
         check_unused(self.path, self._unused - ignored)
+
+
+_TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """By name, from the header of a file that was found sound: eight bytes of length, a JSON
+    object, and the data that its offsets count in."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {
+        name: StoredTensor(
+            path,
+            name,
+            8 + size + entry["data_offsets"][0],
+            tuple(entry["shape"]),
+            _TORCH_DTYPES[entry["dtype"]],
+        )
+        for name, entry in header.items()
+        if name != "__metadata__" and entry["dtype"] in _TORCH_DTYPES
+    }
 
 
 def _full_name(name: str) -> str:

@@ -5,7 +5,9 @@ A place's numbers depend on its own logits alone, and its first entries not on h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,8 +85,52 @@ def prompt_scores(
     )
 
 
-def _top(table: torch.Tensor, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaceScores:
+    """Scores of some ``places [k]`` as a device leaves them, int32 ``[k, 2 + 2 * w]``: each one's
+    log probability (by its bits), rank, the ``w`` likeliest ids, and their log probabilities."""
+
+    places: NDArray[np.int64]
+    num_top: IntArray
+    values: IntArray
+
+
+def top_width(num_top: int) -> int:
+    """How many likeliest tokens are looked for where ``num_top`` are wanted: one of few numbers, so
+    that which of equal tokens come first does not depend on it."""
+    return next((width for width in (0, *_WIDTHS) if num_top <= width), MAX_TOP)
+
+
+def join_scores(count: int, parts: Sequence[PlaceScores]) -> TokenScores:
+    """One `TokenScores` of ``count`` places out of ``parts`` that cover them."""
+    num_top: IntArray = np.zeros(count, dtype=np.int32)
+    for part in parts:
+        num_top[part.places] = part.num_top
+    width = int(num_top.max())
+    logprobs: NDArray[np.float32] = np.empty(count, dtype=np.float32)
+    ranks: IntArray = np.empty(count, dtype=np.int32)
+    top_ids: IntArray = np.zeros((count, width), dtype=np.int32)
+    top_logprobs = np.full((count, width), -np.inf, dtype=np.float32)
+    for part in parts:
+        places, own = part.places, part.values
+        logprobs[places] = own[:, :1].copy().view(np.float32)[:, 0]
+        ranks[places] = own[:, 1]
+        found = (own.shape[1] - 2) // 2
+        if kept := min(width, found):
+            values = own[:, 2 + found :].copy().view(np.float32)
+            ids, values = _in_order(own[:, 2 : 2 + found], values)
+            top_ids[places, :kept] = ids[:, :kept]
+            top_logprobs[places, :kept] = values[:, :kept]
+    return TokenScores(logprobs, ranks, top_ids, top_logprobs, num_top)
+
+
+def _top(table: torch.Tensor, count: int) -> tuple[NDArray[Any], NDArray[np.float32]]:
     found = torch.topk(table, count, dim=-1)
-    ids, values = found.indices.numpy(), found.values.numpy()
+    return _in_order(found.indices.numpy(), found.values.numpy())
+
+
+def _in_order(
+    ids: NDArray[Any], values: NDArray[np.float32]
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
     order = np.lexsort((ids, -values), axis=-1)
     return np.take_along_axis(ids, order, -1), np.take_along_axis(values, order, -1)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from octavo.core.plan import IntArray, PromptLogprobs, RowInit
 from octavo.execution.sampling.logprobs import prompt_scores
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredPart:
+    """Tokens of a prompt, from position ``first`` on, and where the states begin that come before
+    each of them among those of a step."""
+
+    row: int
+    first: int
+    token_ids: IntArray
+    offset: int
+    num_top: int
 
 
 class PromptScorer:
@@ -44,6 +57,14 @@ class PromptScorer:
         position ``starts[i]`` on, row after row; ``logits`` makes fp32 logits on the host of some.
         """
         found = []
+        for part in self.parts(rows, starts, counts):
+            states = hidden[part.offset : part.offset + len(part.token_ids)]
+            scores = prompt_scores(logits, states, part.token_ids.astype(np.int64), part.num_top)
+            found.append(PromptLogprobs(part.row, part.first, part.token_ids, scores))
+        return tuple(found)
+
+    def parts(self, rows: IntArray, starts: IntArray, counts: IntArray) -> Iterator[ScoredPart]:
+        """What `score` would score; a prompt that has passed is forgotten."""
         offset = 0
         for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
             if row in self._rows:
@@ -53,8 +74,5 @@ class PromptScorer:
                 if first + count > len(prompt):
                     del self._rows[row]
                 if len(token_ids):
-                    states = hidden[offset : offset + len(token_ids)]
-                    scores = prompt_scores(logits, states, token_ids.astype(np.int64), num_top)
-                    found.append(PromptLogprobs(row, first, token_ids, scores))
+                    yield ScoredPart(row, first, token_ids, offset, num_top)
             offset += count
-        return tuple(found)

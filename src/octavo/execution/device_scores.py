@@ -1,0 +1,200 @@
+"""Log probabilities on the device: computed behind a step, read when it is collected.
+
+The numbers are those of `octavo.execution.sampling.logprobs`, by the same operations in the same
+widths; only sorting equal tokens by their ids is left to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.core.plan import IntArray, PromptLogprobs, StepLogprobs
+from octavo.execution.device import Device
+from octavo.execution.sampling.logprobs import (
+    PROMPT_SLICE,
+    PlaceScores,
+    join_scores,
+    top_width,
+)
+from octavo.execution.sampling.prompts import ScoredPart
+from octavo.execution.staging import Staging
+
+_ALIGN = 16
+_NO_LOGPROBS = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """``places`` of a step or of a prompt's part whose scores have one width."""
+
+    places: NDArray[np.int64]
+    num_top: IntArray
+    width: int
+
+    @property
+    def num_ints(self) -> int:
+        return len(self.places) * (2 + 2 * self.width)
+
+
+@dataclass(slots=True, eq=False)
+class PendingScores:
+    """What a step scored, once its event has passed; ``memory`` is read by `read` alone."""
+
+    memory: torch.Tensor
+    places: IntArray | None = None
+    sampled: list[_Group] = field(default_factory=list)
+    parts: list[tuple[ScoredPart, _Group]] = field(default_factory=list)
+
+    def read(self) -> tuple[StepLogprobs | None, tuple[PromptLogprobs, ...]]:
+        values: IntArray = self.memory.numpy().copy()
+        first = 0
+
+        def scores(group: _Group) -> PlaceScores:
+            nonlocal first
+            own = values[first : first + group.num_ints].reshape(len(group.places), -1)
+            first += group.num_ints
+            return PlaceScores(group.places, group.num_top, own)
+
+        logprobs = None
+        if self.places is not None:
+            found = [scores(group) for group in self.sampled]
+            logprobs = StepLogprobs(self.places, join_scores(len(self.places), found))
+        prompts = tuple(
+            PromptLogprobs(
+                part.row,
+                part.first,
+                part.token_ids,
+                join_scores(len(part.token_ids), [scores(group)]),
+            )
+            for part, group in self.parts
+        )
+        return logprobs, prompts
+
+
+class DeviceScores:
+    """The log probabilities that a GPU's rows ask for."""
+
+    def __init__(
+        self, device: Device, max_num_seqs: int, max_num_batched_tokens: int, depth: int
+    ) -> None:
+        self._device = device
+        self._num_logprobs: IntArray = np.full(max_num_seqs, _NO_LOGPROBS, dtype=np.int32)
+        padded = -(-max_num_seqs // _ALIGN) * _ALIGN
+        self._sampled = Staging(device, padded, depth)
+        self._prompts = Staging(device, max_num_batched_tokens, depth)
+        self._results: list[torch.Tensor | None] = [None] * (depth + 1)
+        self._turn = 0
+        self._found: list[torch.Tensor] = []
+        self._pending: PendingScores | None = None
+
+    def set_row(self, row: int, num_logprobs: int | None) -> None:
+        self._num_logprobs[row] = _NO_LOGPROBS if num_logprobs is None else num_logprobs
+
+    def start(self) -> None:
+        """A step begins: what one that failed half-way had scored is nobody's."""
+        self._pending, self._found = None, []
+
+    def places(self, rows: IntArray) -> NDArray[np.int64]:
+        """Which of ``rows`` ask for log probabilities."""
+        return np.flatnonzero(self._num_logprobs[rows] != _NO_LOGPROBS)
+
+    def score_sampled(
+        self, logits: torch.Tensor, rows: IntArray, places: NDArray[np.int64], out: torch.Tensor
+    ) -> None:
+        """Score the tokens ``out [n]`` of ``rows [n]`` at ``places``, under ``logits [n, vocab]``
+        as the model made them."""
+        pending = self._begun()
+        num_top = np.minimum(self._num_logprobs[rows[places]], np.int32(logits.shape[1]))
+        widths = np.array([top_width(count) for count in num_top.tolist()])
+        order = np.argsort(widths, kind="stable")
+        host = self._sampled.host()
+        host[: len(order)] = places[order]
+        sent = self._sampled.send(len(order))
+        first = 0
+        for width in np.unique(widths).tolist():
+            which = order[first : first + int((widths == width).sum())]
+            group = _Group(which, num_top[which], min(width, logits.shape[1]))
+            pending.sampled.append(group)
+            for start in range(first, first + len(which), PROMPT_SLICE):
+                index = sent[start : min(start + PROMPT_SLICE, first + len(which))]
+                # Logits that are not finite have no token; their step fails when it is collected.
+                chosen = out.index_select(0, index).clamp_(min=0)
+                own = logits.index_select(0, index).float()
+                self._found.append(_packed(own, chosen, group.width))
+            first += len(which)
+        pending.places = places.astype(np.int32)
+
+    def score_prompts(
+        self,
+        parts: Iterable[ScoredPart],
+        hidden: torch.Tensor,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Score prompts' tokens from the states ``hidden [tokens, hidden]`` of a step."""
+        found = tuple(parts)
+        if not found:
+            return
+        pending = self._begun()
+        host, offset = self._prompts.host(), 0
+        for part in found:
+            host[offset : offset + len(part.token_ids)] = part.token_ids
+            offset += len(part.token_ids)
+        sent, offset = self._prompts.send(offset), 0
+        for part in found:
+            count = len(part.token_ids)
+            width = 0
+            for start in range(0, count, PROMPT_SLICE):
+                end = min(start + PROMPT_SLICE, count)
+                own = logits(hidden[part.offset + start : part.offset + end]).float()
+                width = min(top_width(part.num_top), own.shape[1])
+                self._found.append(_packed(own, sent[offset + start : offset + end], width))
+            num_top = np.full(count, min(part.num_top, own.shape[1]), dtype=np.int32)
+            pending.parts.append((part, _Group(np.arange(count), num_top, width)))
+            offset += count
+
+    def finish(self) -> PendingScores | None:
+        """What was scored since the last call, on its way to the host; None: nothing."""
+        pending, found = self._pending, self._found
+        self._pending, self._found = None, []
+        if pending is None:
+            return None
+        # Those of prompts come first in a step, and last in what is read.
+        num_prompt = sum(-(-len(group.places) // PROMPT_SLICE) for _, group in pending.parts)
+        found = found[num_prompt:] + found[:num_prompt]
+        packed = torch.cat([part.view(-1) for part in found])
+        memory = self._memory(packed.numel())
+        memory.copy_(packed, non_blocking=True)
+        pending.memory = memory
+        return pending
+
+    def _begun(self) -> PendingScores:
+        if self._pending is None:
+            self._pending = PendingScores(torch.empty(0, dtype=torch.int32))
+        return self._pending
+
+    def _memory(self, num_ints: int) -> torch.Tensor:
+        """Pinned; the step that had it before this one was collected before this one started."""
+        self._turn = (self._turn + 1) % len(self._results)
+        memory = self._results[self._turn]
+        if memory is None or len(memory) < num_ints:
+            memory = self._device.pinned(1 << (num_ints - 1).bit_length())
+            self._results[self._turn] = memory
+        return memory[:num_ints]
+
+
+def _packed(logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> torch.Tensor:
+    """Int32 ``[k, 2 + 2 * width]`` of fp32 ``logits [k, vocab]``: log probability of the token (by
+    its bits), rank, the likeliest ids, and theirs."""
+    chosen = token_ids.long()[:, None]
+    ranks = (logits > logits.gather(1, chosen)).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1
+    table = torch.log_softmax(logits, dim=-1)
+    parts = [table.gather(1, chosen).view(torch.int32), ranks]
+    if width:
+        top = torch.topk(table, width, dim=-1)
+        parts += [top.indices.int(), top.values.view(torch.int32)]
+    return torch.cat(parts, dim=1)

@@ -11,6 +11,7 @@ import typer
 
 from octavo import __version__, options
 from octavo.bench.commands import bench_app
+from octavo.capacity_commands import calibrate, plan
 from octavo.config import DEFAULT_MODEL, EngineConfig, ServerConfig, api_keys_of
 from octavo.layout_command import layout
 from octavo.options import DEFAULTS
@@ -355,6 +356,8 @@ def pull(
 
 
 app.command()(layout)
+app.command()(calibrate)
+app.command()(plan)
 
 
 def main() -> None:

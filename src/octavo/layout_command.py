@@ -69,7 +69,7 @@ def layout(
 ) -> None:
     """Show the blocks of a model that can be mapped whole, and what they waste."""
     with readable_errors():
-        config = _load_config(model)
+        config = load_config(model)
         token = token_layout(config, tensor_parallel, dtype, kv_dtype)
         page_bytes = _parse_page_size(page_size)
         chosen = choose_block(token, page_bytes, expected_length)
@@ -162,7 +162,8 @@ def markdown_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _load_config(model: str) -> ModelConfig:
+def load_config(model: str) -> ModelConfig:
+    """A model's configuration from its name or path; loads neither weights nor torch."""
     from octavo.model_store import resolve_model
 
     path = resolve_model(model)

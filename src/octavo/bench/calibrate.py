@@ -1,8 +1,8 @@
 """Measures an engine's steps for a calibration: designed batches through the real engine.
 
 Decoding at several numbers of rows and contexts, prompts of several lengths alone and beside
-decoding rows, then blocks moved by plans of their own. Of several rounds the least disturbed counts,
-since machines are shared.
+decoding rows, then blocks moved by plans of their own. Of several rounds the least disturbed
+counts, since machines are shared.
 
 Run it as ``octavo calibrate`` or, with PyTorch alone, ``python -m octavo.bench.calibrate``.
 """
@@ -311,13 +311,14 @@ def calibrate(
         moves["map_s"] = measure_mapping(core.executor)
         _close(core)
         tell("blocks moved")
-    assert device is not None and block_size is not None
+    assert device is not None
+    assert block_size is not None
     fixed = "layer_s" if is_gpu else "step_s"
     found = fit(points, fixed=fixed)
     return Calibration(
         name=name,
         device="cuda" if is_gpu else "cpu",
-        source=f"measured by octavo calibrate: of {chosen.rounds} rounds the least disturbed, medians",
+        source=f"measured by octavo calibrate: the least disturbed of {chosen.rounds} rounds",
         coefficients=replace(found.coefficients, **moves, swaps_beside=is_gpu),
         shapes=tuple(shapes),
         points=tuple(points),

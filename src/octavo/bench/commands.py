@@ -43,24 +43,71 @@ Seed = Annotated[int, typer.Option(help="Makes the workload repeatable.", rich_h
 
 
 @bench_app.command("simulator")
-def simulator(as_json: options.AsJSON = False) -> None:
-    """What the scheduler and the block manager cost: simulated tokens a second of one core."""
-    from octavo.bench import simulator
+def simulator(
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Instead, run three works on a model and predict their latencies."
+        ),
+    ] = False,
+    model: Annotated[
+        str,
+        typer.Option(help="For --compare: a model, or a shape of bench gpu with random weights."),
+    ] = DEFAULT_MODEL,
+    calibration: Annotated[
+        str | None,
+        typer.Option(help="For --compare: a calibration's name or file [default: the device's]."),
+    ] = None,
+    device: options.Device = DEFAULTS.device,
+    threads: options.Threads = 1,
+    as_json: options.AsJSON = False,
+) -> None:
+    """How fast the simulator is and what the policy costs, or how well the simulator predicts."""
+    with readable_errors():
+        if compare:
+            _compare(model, calibration, device, threads, as_json)
+            return
+        from octavo.bench import simulator
 
-    report: Any = simulator.run()
+        report: Any = simulator.run()
+        if as_json:
+            print_json(report)
+            return
+        for work in report["works"]:
+            typer.echo(
+                f"{work['work']}: {work['tokens_per_second']:,.0f} tokens/s, "
+                f"{work['requests_per_minute']:,.0f} requests/min simulated"
+            )
+        typer.echo(f"{'rows':>6} {'plan µs':>9} {'update µs':>10} {'step µs':>9} {'tokens/s':>12}")
+        for figure in report["rows"]:
+            typer.echo(
+                f"{figure['rows']:>6} {figure['plan_us']:>9.1f} {figure['update_us']:>10.1f} "
+                f"{figure['step_us']:>9.1f} {figure['tokens_per_second']:>12,.0f}"
+            )
+        typer.echo(
+            f"step at 256 rows: {report['share_of_goal']:.2f} of the goal of "
+            f"{report['goal_step_us']:.0f} µs"
+        )
+
+
+def _compare(
+    model: str, calibration: str | None, device: str, threads: int | None, as_json: bool
+) -> None:
+    from octavo.bench import prediction
+
+    if not as_json:
+        typer.echo(f"predicted/measured and error\n{prediction.HEADER}")
+    report = prediction.run(
+        model,
+        calibration=calibration,
+        tell=lambda text: None if as_json else typer.echo(text),
+        device=device,
+        threads=threads,
+    )
     if as_json:
         print_json(report)
-        return
-    typer.echo(f"{'rows':>6} {'plan µs':>9} {'update µs':>10} {'step µs':>9} {'tokens/s':>12}")
-    for figure in report["rows"]:
-        typer.echo(
-            f"{figure['rows']:>6} {figure['plan_us']:>9.1f} {figure['update_us']:>10.1f} "
-            f"{figure['step_us']:>9.1f} {figure['tokens_per_second']:>12,.0f}"
-        )
-    typer.echo(
-        f"step at 256 rows: {report['share_of_goal']:.2f} of the goal of "
-        f"{report['goal_step_us']:.0f} µs"
-    )
+    else:
+        typer.echo(f"calibration {report['calibration']}; {report['engine']}")
 
 
 @bench_app.command("attention")

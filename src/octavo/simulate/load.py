@@ -6,8 +6,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from octavo.core.plan import NULL_BLOCK, Batch, CopyBlocks, IntArray, MapBlocks, StepPlan
-from octavo.core.plan import SwapIn, SwapOut
+from octavo.core.plan import (
+    NULL_BLOCK,
+    Batch,
+    CopyBlocks,
+    IntArray,
+    MapBlocks,
+    StepPlan,
+    SwapIn,
+    SwapOut,
+)
 
 
 @dataclass(frozen=True, slots=True)

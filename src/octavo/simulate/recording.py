@@ -180,7 +180,8 @@ class _ReplayingExecutor(SimulatedExecutor):
         self, plan: StepPlan, rows: IntArray, width: int
     ) -> tuple[IntArray, FloatArray]:
         logprobs = self._result(plan).logprobs
-        assert logprobs is not None and len(logprobs.places) == len(rows)
+        assert logprobs is not None
+        assert len(logprobs.places) == len(rows)
         return logprobs.scores.top_ids[:, :width], logprobs.scores.top_logprobs[:, :width]
 
 
@@ -200,7 +201,7 @@ def replay(recording: Recording, scheduler: Scheduler) -> list[StepPlan]:
 
 
 def difference(first: Any, second: Any, where: str = "plan") -> str | None:
-    """Where two plans, or parts of plans, first differ, and how; None when nowhere. Dtypes count."""
+    """Where two plans, or parts of them, first differ, and how; None when nowhere. Dtypes count."""
     if type(first) is not type(second):
         return f"{where}: {type(first).__name__} against {type(second).__name__}"
     if is_dataclass(first):

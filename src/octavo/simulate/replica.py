@@ -10,7 +10,7 @@ from octavo.core.request import Request, StepOutputs
 from octavo.engine.core import EngineCore
 from octavo.memory.paged import PagedManager
 from octavo.memory.virtual import VirtualManager
-from octavo.scheduling.preemption import PreemptionPolicy
+from octavo.scheduling.preemption import RECOMPUTE, PreemptionPolicy
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
 from octavo.simulate.executor import Latency, SimulatedExecutor
 
@@ -35,7 +35,7 @@ class ReplicaConfig:
     max_model_len: int = 131072
     prefix_caching: bool = False
     finds_prefix_groups: bool = False
-    preemption: PreemptionPolicy = PreemptionPolicy()
+    preemption: PreemptionPolicy = RECOMPUTE
     depth: int = 2
 
     @property

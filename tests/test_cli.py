@@ -48,8 +48,10 @@ def test_a_mistake_is_one_readable_line(arguments: list[str], message: str) -> N
 
 def test_bench_simulator_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulator, "ROWS", (1, 4))
-    monkeypatch.setattr(simulator.run, "__defaults__", ((1, 4),))
+    monkeypatch.setattr(simulator.run, "__defaults__", ((1, 4), 20))
     result = runner.invoke(app, ["bench", "simulator", "--json"])
     report = json.loads(result.stdout)
     assert [figure["rows"] for figure in report["rows"]] == [1, 4]
     assert report["tokens_per_second"] > 0
+    assert report["requests_per_minute"] > 0
+    assert [work["work"] for work in report["works"]] == ["decode-heavy", "sharegpt"]

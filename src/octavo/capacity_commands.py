@@ -44,6 +44,7 @@ def calibrate(
     kv_memory: options.KVMemory = DEFAULTS.kv_memory,
     max_num_seqs: options.MaxNumSeqs = DEFAULTS.max_num_seqs,
     max_model_len: options.MaxModelLen = None,
+    attention: options.Attention = DEFAULTS.attention,
     as_json: options.AsJSON = False,
 ) -> None:
     """Measure the steps of this machine and fit the simulator's latency model to them."""
@@ -66,6 +67,7 @@ def calibrate(
             kv_memory=kv_memory,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            attention=attention,
         )
         if as_json:
             typer.echo(dumps(found), nl=False)

@@ -113,7 +113,7 @@ def test_plans_of_a_recorded_run_are_made_again(
         given["swap_memory"] = str(64 * TOKEN_BYTES * 16)
     recording, found = record(model, 3, **given)
     assert len(recording.plans) > 50
-    assert found["preemptions"] and found["fan_outs"] and found["forks"] and found["cached"], found
+    assert all(found[name] for name in ("preemptions", "fan_outs", "forks", "cached")), found
     assert (found["swaps"] > 0) == (preemption == "swap")
     commands = {type(command) for plan in recording.plans for command in plan.commands}
     assert {SwapIn, SwapOut} <= commands or preemption == "recompute"

@@ -239,11 +239,12 @@ def measure_moves(executor: Executor, *, rounds: int = 5) -> dict[str, Any]:
     return rates
 
 
-def measure_mapping(executor: Executor, *, rounds: int = 9) -> float:
+def measure_mapping(executor: Executor, max_model_len: int, *, rounds: int = 9) -> float:
     """Seconds of mapping a block: a step that reads blocks mapped for it, less one that finds them
     mapped. Nothing may run."""
     capacity = executor.capacity
-    count = min(_MOVED_BLOCKS, capacity.num_blocks - 1)
+    longest = max_model_len // capacity.block_size
+    count = min(_MOVED_BLOCKS, capacity.num_blocks - 1, longest)
     ids = int_array(range(1, count + 1))
     slots, places = 0 * ids, int_array(range(count))
     params = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -307,8 +308,8 @@ def calibrate(
     if sys.platform == "linux":
         small = {"kv": "virtual", "attention": "auto", "kv_memory": "1GiB", "swap_memory": "0"}
         given = base | options | small | {"model": models[-1]}
-        core, _ = build_engine(EngineConfig(**given))
-        moves["map_s"] = measure_mapping(core.executor)
+        core, report = build_engine(EngineConfig(**given))
+        moves["map_s"] = measure_mapping(core.executor, report.max_model_len)
         _close(core)
         tell("blocks moved")
     assert device is not None

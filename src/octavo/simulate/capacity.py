@@ -199,8 +199,11 @@ class Planner:
         while self._trial(setup, high).meets(self.objectives):
             low, high = high, 1.5 * high
         lowest = high * _LOWEST_SHARE
-        while not low and high > lowest:
-            if self._trial(setup, high / 2).meets(self.objectives):
+        is_feasible = low or self._trial(setup, lowest).meets(self.objectives)
+        while is_feasible and not low:
+            if high / 2 <= lowest:
+                low = lowest
+            elif self._trial(setup, high / 2).meets(self.objectives):
                 low = high / 2
             else:
                 high /= 2
@@ -302,8 +305,8 @@ class Planner:
             if num_replicas > MAX_REPLICAS:
                 raise ObjectiveError(
                     f"{rate:g} requests/s need {num_replicas} replicas at {best.rate:.3g} each, "
-                    f"and {MAX_REPLICAS} are simulated at most; lower the rate, relax the objectives, "
-                    "or split the work over clusters"
+                    f"and {MAX_REPLICAS} are simulated at most; lower the rate, relax the "
+                    "objectives, or split the work over clusters"
                 )
             items = self._cluster_items(rate, num_replicas)
             trial = self._simulate(best.setup, items, rate, num_replicas)
@@ -358,8 +361,8 @@ class Planner:
         missed = "; ".join(parts) or "no setup meets all objectives at once"
         return (
             f"{self.shape.name} on {self.gpu.name} cannot meet the objectives at any rate: "
-            f"{missed}. Relax them, allow more ranks (--tensor-parallel), leave out longer requests "
-            "(--max-total-len), or choose a faster GPU"
+            f"{missed}. Relax them, allow more ranks (--tensor-parallel), leave out longer "
+            "requests (--max-total-len), or choose a faster GPU"
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from octavo.core.layout import num_blocks_for
 from octavo.core.plan import KVCapacity
 from octavo.core.request import Request, StepOutputs
-from octavo.engine.core import EngineCore
+from octavo.engine.core import NO_OUTPUTS, EngineCore
 from octavo.memory.paged import PagedManager
 from octavo.memory.virtual import VirtualManager
 from octavo.scheduling.preemption import RECOMPUTE, PreemptionPolicy
@@ -100,4 +100,7 @@ class Replica:
         and the moment at which they are there."""
         self.executor.now_s = now_s
         outputs = self._core.step()
+        if outputs is NO_OUTPUTS:
+            # Time would stand still for ever.
+            raise RuntimeError("the scheduler has work and plans nothing of it")
         return self.executor.now_s, outputs

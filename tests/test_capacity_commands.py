@@ -1,0 +1,158 @@
+"""`octavo plan` and `octavo calibrate`, in process, at a small size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.tiny_engine import TOKEN_BYTES, options, save_gguf
+from octavo.bench import calibrate, prediction
+from octavo.cli import app
+from octavo.simulate.calibration import load_calibration
+from test_imports import HEAVY, modules_after
+
+runner = CliRunner()
+SMALL = ["--span", "1", "--num-requests", "100", "--verify-requests", "300"]
+LENGTHS = ["--input-len", "200", "--output-len", "20"]
+SLO = ["--slo", "ttft_p99=300ms,itl_p99=60ms"]
+
+
+def test_a_plan_as_json_and_as_a_plot(tmp_path: Path) -> None:
+    plot = tmp_path / "plan.png"
+    arguments = ["plan", *SLO, "--rate", "900", "--tensor-parallel", "1", *SMALL, *LENGTHS]
+    result = runner.invoke(app, [*arguments, "--json", "--plot", str(plot)])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["model"] == "llama-3.1-8b"
+    assert found["num_replicas"] >= 900 / found["replica_rate"] > 1
+    assert found["num_gpus"] == found["num_replicas"] * found["setup"]["tensor_parallel"]
+    assert found["setup"]["kv"] in ("paged", "virtual")
+    assert found["outcome"]["ttft_s"]["p99"] <= 0.3
+    assert found["outcome"]["itl_s"]["p99"] <= 0.06
+    dollars = found["num_gpus"] * 3.5 / (900 * 20 * 3600) * 1e6
+    assert found["cost_per_million_tokens"] == pytest.approx(dollars)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_as_a_table_from_a_trace(tmp_path: Path) -> None:
+    """A trace with prefix hashes, at its own arrivals, on ranks that share a 70B."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 50 * i, "input_length": 600, "output_length": 8, "hash_ids": [i % 5, 50 + i]}
+        for i in range(100)
+    ]
+    trace.write_text("\n".join(json.dumps(line) for line in lines))
+    arguments = ["plan", "--model", "70b", "--rate", "4", "--slo", "ttft_p90=2s", *SMALL]
+    arguments += ["--trace", str(trace), "--arrivals", "trace", "--price", "2"]
+    result = runner.invoke(app, [*arguments, "--tensor-parallel", "4"])
+    assert result.exit_code == 0, result.stderr
+    assert "llama-3.1-70b on h200, 4 requests/s: 1 replica(s) of 4 rank(s)" in result.stdout
+    assert "router prefix-aware" in result.stdout
+    assert "at 2.00 a GPU hour" in result.stdout
+    assert "ttft_p90: " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "h300"], "gpu must be one of h200, a100-40gb"),
+        (["--model", "no-such-model"], "no model 'no-such-model'"),
+        (["--calibration", "mine"], "no calibration 'mine'"),
+        (["--trace", "no-such-file"], "cannot read the trace"),
+        (["--router", "random"], "router must be one of round-robin, least-loaded, prefix-aware"),
+        (["--rate", "0"], "rate must be above 0"),
+        (["--span", "0"], "span must be 1 to 86400"),
+        (["--price", "-1"], "price must be above 0"),
+        (["--verify-requests", "0"], "verify_requests must be at least 1"),
+        (["--arrivals", "gamma"], "arrivals must be poisson or trace"),
+        (["--slo", "ttft=1s"], "an objective is a figure"),
+        (["--slo", "itl_p99=1ms"], "itl_p99 is"),
+        (["--tensor-parallel", "3"], "8 key-value heads, which 3 ranks cannot share"),
+        (["--gpu", "a100-40gb", "--model", "70b"], "use more ranks"),
+    ],
+)
+def test_mistakes_are_one_readable_line(arguments: list[str], message: str) -> None:
+    base = ["plan", *SLO, "--rate", "5", "--tensor-parallel", "1", *SMALL, *LENGTHS]
+    if "--tensor-parallel" in arguments:
+        del base[base.index("--tensor-parallel") : base.index("--tensor-parallel") + 2]
+    result = runner.invoke(app, [*base, *arguments])
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_planning_needs_no_torch() -> None:
+    statement = "import octavo.simulate.capacity, octavo.simulate.gpus, octavo.simulate.recording"
+    assert not modules_after(statement) & set(HEAVY)
+
+
+TINY = calibrate.Designs(
+    rows=(1, 2, 4),
+    contexts=(8, 24),
+    max_tokens=128,
+    prompts=(4, 16, 48),
+    beside=(8,),
+    beside_rows=2,
+    decode_steps=6,
+    rounds=2,
+)
+
+
+def test_a_calibration_measures_fits_and_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way with a tiny model: measure, write, read, predict."""
+    model = save_gguf(tmp_path / "tiny.gguf")
+    given = options(model, max_num_seqs=4, max_model_len=128)
+    names = ("dtype", "threads", "max_num_seqs", "max_model_len", "attention")
+    kept = {name: given[name] for name in names}
+    monkeypatch.setattr(calibrate, "CPU", TINY)
+    out = tmp_path / "mine.json"
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in kept.items()]
+    arguments += ["--kv-memory", str(80 * 16 * TOKEN_BYTES), "--device", "cpu"]
+    result = runner.invoke(
+        app, ["calibrate", "--model", str(model), "--out", str(out), *arguments, "--json"]
+    )
+    assert result.exit_code == 0, result.stderr
+    found = load_calibration(str(out))
+    assert result.stdout == out.read_text()
+    assert found.name == "tiny"
+    assert found.device == "cpu"
+    assert found.shape.num_layers == 2
+    assert found.shape.token_bytes == TOKEN_BYTES
+    assert len(found.points) > 15
+    loads = [point.load for point in found.points]
+    assert {load.num_rows for load in loads if not load.num_chunks} >= {1, 2, 4}
+    assert any(load.num_chunks and load.kv_tokens for load in loads), "chunks beside decoding rows"
+    at = found.coefficients
+    assert 0 < at.copy_rate < float("inf")
+    assert 0 < at.swap_rate < float("inf")
+    assert "error over" in result.stderr
+
+    sizes = prediction.Sizes(
+        decode=(4, 8, 12),
+        prefill=(4, 40, 2),
+        prefill_rate=200.0,
+        sharegpt=4,
+        sharegpt_rate=200.0,
+        max_total_len=80,
+    )
+    report = prediction.run(str(model), calibration=str(out), sizes=sizes, device="cpu", **kept)
+    assert [work["work"] for work in report["works"]] == [
+        "decode-heavy",
+        "prefill-heavy",
+        "sharegpt",
+    ]
+    for work in report["works"]:
+        assert work["measured"]["num_tokens"] == work["predicted"]["num_tokens"] > 0
+        measured, predicted = work["measured"]["tokens_per_s"], work["predicted"]["tokens_per_s"]
+        assert work["errors"]["tokens_per_s"] == pytest.approx(predicted / measured - 1)
+
+
+def test_a_calibration_has_somewhere_to_go() -> None:
+    result = runner.invoke(app, ["calibrate", "--out", "/no/such/folder/mine.json"])
+    assert result.exit_code == 1
+    assert "there is no directory /no/such/folder" in result.stderr

@@ -252,9 +252,9 @@ def table(plan: Plan) -> str:
         f"{plan.num_blocks} blocks a replica; router {plan.router}",
         f"{plan.cost_per_million_tokens:.3f} dollars a million output tokens at "
         f"{plan.price_per_hour:.2f} a GPU hour",
-        f"simulated: {outcome.num_requests} of {plan.num_simulated} requests in "
-        f"{outcome.span_s:.1f} s{settled}, {outcome.tokens_per_s:,.0f} tokens/s, "
-        f"{plan.num_preemptions} preemptions",
+        f"simulated with {plan.num_settled_replicas} replica(s): {outcome.num_requests} of "
+        f"{plan.num_simulated} requests in {outcome.span_s:.1f} s{settled}, "
+        f"{outcome.tokens_per_s:,.0f} tokens/s, {plan.num_preemptions} preemptions",
     ]
     for objective in plan.objectives:
         lines.append(

@@ -154,7 +154,7 @@ def loads(text: str, name: str) -> Calibration:
                 f"{FORMAT}; make it again with octavo calibrate"
             )
         shapes = tuple(ModelShape(**shape) for shape in document["shapes"])
-        rates = {
+        rates: dict[str, Any] = {
             key: INFINITE if value is None else value
             for key, value in document["coefficients"].items()
         }

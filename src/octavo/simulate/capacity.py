@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from octavo.scheduling.preemption import PreemptionPolicy
 from octavo.simulate.cluster import Cluster
@@ -57,12 +58,15 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one replica, or a cluster, does at a rate; ``keeps_up``: its queue does not grow."""
+    """What one replica, or a cluster, does at a rate; ``keeps_up``: its queue does not grow.
+    ``is_settled``: it was simulated for at least twice as long as a request takes, so that as many
+    end as come; otherwise the load still rises when the arrivals end."""
 
     rate: float
     outcome: Outcome
     keeps_up: bool
     num_preemptions: int = 0
+    is_settled: bool = True
 
     def meets(self, objectives: Sequence[Objective]) -> bool:
         """Whether it keeps up and stays within all limits."""
@@ -81,9 +85,9 @@ class Sustained:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """``num_replicas`` of ``setup`` serve ``rate`` requests a second. ``outcome`` is what the
-    cluster's simulation brought, ``candidates`` what was tried for one replica. ``is_settled``: the
-    cluster was simulated for at least twice as long as a request takes, so that as many ended as
-    came; not so, its figures are those of a load that still rises."""
+    simulation of ``num_settled_replicas`` of them brought, at their share of the rate: all of them
+    where the requests that may be simulated suffice for the load to settle (``is_settled``).
+    ``candidates`` is what was tried for one replica."""
 
     model: str
     gpu: str
@@ -99,6 +103,7 @@ class Plan:
     router: str
     outcome: Outcome
     num_simulated: int
+    num_settled_replicas: int
     num_preemptions: int
     is_settled: bool
     candidates: tuple[Sustained, ...]
@@ -139,7 +144,8 @@ class Planner:
             raise ObjectiveError(self._infeasible(candidates))
         # Fewer ranks may cost less although they sustain less each: what counts is whole replicas.
         best = min(feasible, key=lambda found: self._cost(found, rate))
-        for variant in self._variants(best):
+        for change in self._variants(best):
+            variant = replace(best.setup, **change)
             if not self._trial(variant, best.rate * _GAIN).meets(self.objectives):
                 self.tell(f"{_describe(variant)}: no more than {best.rate:.2f} requests/s")
                 continue
@@ -253,7 +259,8 @@ class Planner:
         most_waiting = max(_MOST_WAITING * len(items), num_replicas)
         keeps_up = times.num_waiting(last_s) <= most_waiting
         outcome = times.outcome(_RISE * last_s)
-        return Trial(rate, outcome, keeps_up, cluster.num_preemptions)
+        is_settled = last_s > 2 * outcome.e2e_s["mean"]
+        return Trial(rate, outcome, keeps_up, cluster.num_preemptions, is_settled)
 
     def _base_setups(self) -> list[Setup]:
         found, reasons = [], []
@@ -281,17 +288,18 @@ class Planner:
             found = self.sustained(replace(setup, max_num_batched_tokens=budget))
         return found
 
-    def _variants(self, base: Sustained) -> list[Setup]:
+    def _variants(self, base: Sustained) -> list[dict[str, Any]]:
+        """What may be changed, one after the other."""
         setup = base.setup
         budgets = [b for b in _BUDGETS if b < setup.max_num_batched_tokens]
-        variants = [replace(setup, max_num_batched_tokens=budget) for budget in budgets]
-        variants += [replace(setup, block_size=size) for size in _BLOCK_SIZES[1:]]
+        variants: list[dict[str, Any]] = [{"max_num_batched_tokens": each} for each in budgets]
+        variants += [{"block_size": size} for size in _BLOCK_SIZES[1:]]
         rank_token_bytes = int(self.shape.token_bytes / setup.tensor_parallel)
         mapped = _PAGE_BYTES // math.gcd(_PAGE_BYTES, rank_token_bytes)
         if mapped <= _MOST_MAPPED_TOKENS:
-            variants.append(replace(setup, kv="virtual", block_size=mapped))
+            variants.append({"kv": "virtual", "block_size": mapped})
         if self.swap_bytes and any(trial.num_preemptions for trial in base.trials):
-            variants.append(replace(setup, swap_bytes=self.swap_bytes))
+            variants.append({"swap_bytes": self.swap_bytes})
         return variants
 
     def _cost(self, found: Sustained, rate: float) -> tuple[int, float]:
@@ -308,9 +316,14 @@ class Planner:
                     f"and {MAX_REPLICAS} are simulated at most; lower the rate, relax the "
                     "objectives, or split the work over clusters"
                 )
-            items = self._cluster_items(rate, num_replicas)
-            trial = self._simulate(best.setup, items, rate, num_replicas)
-            self.tell(f"{num_replicas} replicas at {rate:g} requests/s: {_figures(trial)}")
+            trial, count = self._cluster_trial(best.setup, rate, num_replicas)
+            num_settled = num_replicas
+            if trial.meets(self.objectives) and not trial.is_settled:
+                # Too many for the requests that may be simulated: a part of them at its share of
+                # the rate shows what becomes of the load when it has risen.
+                num_settled = max(1, int(num_replicas * self.num_verified / rate / self.span_s))
+                share = rate * num_settled / num_replicas
+                trial, count = self._cluster_trial(best.setup, share, num_settled)
             if trial.meets(self.objectives):
                 break
             num_replicas += max(1, num_replicas // 20)
@@ -331,11 +344,18 @@ class Planner:
             price_per_hour=self.gpu.price_per_hour,
             router=self.router,
             outcome=trial.outcome,
-            num_simulated=len(items),
+            num_simulated=count,
+            num_settled_replicas=num_settled,
             num_preemptions=trial.num_preemptions,
-            is_settled=items[-1].arrival_s > 2 * trial.outcome.e2e_s["mean"],
+            is_settled=trial.is_settled,
             candidates=tuple(candidates),
         )
+
+    def _cluster_trial(self, setup: Setup, rate: float, num_replicas: int) -> tuple[Trial, int]:
+        items = self._cluster_items(rate, num_replicas)
+        trial = self._simulate(setup, items, rate, num_replicas)
+        self.tell(f"{num_replicas} replicas at {rate:g} requests/s: {_figures(trial)}")
+        return trial, len(items)
 
     def _cluster_items(self, rate: float, num_replicas: int) -> list[WorkItem]:
         wanted = max(_FEWEST * num_replicas, int(rate * self.span_s))

@@ -80,6 +80,7 @@ def fit(points: Sequence[Point], *, fixed: str = "step_s") -> Fit:
         assert best is not None
         width = float(ratios[1] / ratios[0])
         ratios = np.geomspace(best[2] / width, best[2] * width, 9)
+    assert best is not None
     _, blend, ratio, found = best
     coefficients = _coefficients(found, blend, ratio, fixed)
     return Fit(coefficients, errors(coefficients, points))

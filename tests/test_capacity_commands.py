@@ -140,7 +140,9 @@ def test_a_calibration_measures_fits_and_compares(
         sharegpt_rate=200.0,
         max_total_len=80,
     )
-    report = prediction.run(str(model), calibration=str(out), sizes=sizes, device="cpu", **kept)
+    report = prediction.run(
+        str(model), calibration=str(out), sizes=sizes, rounds=2, device="cpu", **kept
+    )
     assert [work["work"] for work in report["works"]] == [
         "decode-heavy",
         "prefill-heavy",

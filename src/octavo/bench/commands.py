@@ -58,6 +58,10 @@ def simulator(
         str | None,
         typer.Option(help="For --compare: a calibration's name or file [default: the device's]."),
     ] = None,
+    rounds: Annotated[
+        int,
+        typer.Option(min=1, help="For --compare: the least disturbed of so many runs counts."),
+    ] = 3,
     device: options.Device = DEFAULTS.device,
     threads: options.Threads = 1,
     as_json: options.AsJSON = False,
@@ -65,7 +69,7 @@ def simulator(
     """How fast the simulator is and what the policy costs, or how well the simulator predicts."""
     with readable_errors():
         if compare:
-            _compare(model, calibration, device, threads, as_json)
+            _compare(model, calibration, rounds, device, threads, as_json)
             return
         from octavo.bench import simulator
 
@@ -91,7 +95,12 @@ def simulator(
 
 
 def _compare(
-    model: str, calibration: str | None, device: str, threads: int | None, as_json: bool
+    model: str,
+    calibration: str | None,
+    rounds: int,
+    device: str,
+    threads: int | None,
+    as_json: bool,
 ) -> None:
     from octavo.bench import prediction
 
@@ -100,6 +109,7 @@ def _compare(
     report = prediction.run(
         model,
         calibration=calibration,
+        rounds=rounds,
         tell=lambda text: None if as_json else typer.echo(text),
         device=device,
         threads=threads,

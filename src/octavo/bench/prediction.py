@@ -174,10 +174,12 @@ def run(
     *,
     calibration: str | None = None,
     sizes: Sizes | None = None,
+    rounds: int = 3,
     tell: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> dict[str, Any]:
-    """All comparisons, ready for JSON. ``options`` are the engine's."""
+    """All comparisons, ready for JSON: of each work the round in which requests took least, since
+    what else a machine does only adds. ``options`` are the engine's."""
     from octavo.bench.works import SHAPES, shape
     from octavo.engine.build import build_engine
 
@@ -188,13 +190,19 @@ def run(
     device = "cpu" if report.device.startswith("cpu") else "cuda"
     found: Calibration = load_calibration(calibration or CALIBRATIONS[device])
     latency, config = found.latency(), replica_config(report)
+    asked = works(sizes or SIZES[device])
+    runs: dict[str, list[Outcome]] = {name: [] for name in asked}
+    # Once before, with few requests: the first steps of a kind capture or compile.
+    for items in works(_few(sizes or SIZES[device])).values():
+        measured(core, report.vocab_size, items)
+    for _ in range(rounds):
+        for name, items in asked.items():
+            runs[name].append(measured(core, report.vocab_size, items).outcome())
+            if runs[name][-1].num_failed:
+                raise RuntimeError(f"requests of {name} failed; see the log")
     comparisons = []
-    for name, items in works(sizes or SIZES[device]).items():
-        # Once before, with few requests: the first steps of a kind capture or compile.
-        measured(core, report.vocab_size, works(_few(sizes or SIZES[device]))[name])
-        real = measured(core, report.vocab_size, items).outcome()
-        if real.num_failed:
-            raise RuntimeError(f"{real.num_failed} requests of {name} failed; see the log")
+    for name, items in asked.items():
+        real = min(runs[name], key=lambda outcome: outcome.e2e_s["mean"])
         simulated = Cluster(config, latency).run(items).outcome()
         comparisons.append(Comparison.of(name, real, simulated))
         tell(line(comparisons[-1]))
@@ -246,6 +254,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--calibration", help="a name or a file")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     print(HEADER, file=sys.stderr, flush=True)
     report = run(
@@ -253,6 +262,7 @@ def main() -> None:
         calibration=given.calibration,
         tell=lambda text: print(text, file=sys.stderr, flush=True),
         threads=given.threads,
+        rounds=given.rounds,
     )
     print(json.dumps(report))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from octavo.core.plan import (
     Batch,
     CopyBlocks,
+    KVCommand,
     MapBlocks,
     RowInit,
     StepPlan,
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 _MOVED_BLOCKS = 32
 
 
-def measure_moves(executor: Executor, *, rounds: int = 5) -> dict[str, Any]:
+def measure_moves(executor: Executor, *, rounds: int = 5) -> dict[str, float]:
     """Rates of copying and swapping blocks, bytes a second, by plans that do nothing else. Nothing
     may run."""
     capacity = executor.capacity
@@ -33,19 +35,24 @@ def measure_moves(executor: Executor, *, rounds: int = 5) -> dict[str, Any]:
     moved_bytes = count * capacity.block_bytes
     step_id = 1 << 30
 
-    def seconds(*commands: Any) -> float:
+    def run(commands: Sequence[KVCommand]) -> tuple[int, ...]:
         nonlocal step_id
+        step_id += 1
+        executor.launch(StepPlan(step_id, Batch.empty(), commands=tuple(commands)))
+        return executor.collect().finished_transfers
+
+    def seconds(*commands: KVCommand) -> float:
+        """Of plans with a command each, and until every swap has arrived."""
         times = []
         for _ in range(rounds + 1):
-            step_id += 1
             started = time.perf_counter()
-            executor.launch(StepPlan(step_id, Batch.empty(), commands=commands))
             waits = {c.transfer_id for c in commands if isinstance(c, SwapIn)}
-            waits -= set(executor.collect().finished_transfers)
+            for command in commands:
+                waits -= set(run([command]))
+            if not commands:
+                run([])
             while waits:
-                step_id += 1
-                executor.launch(StepPlan(step_id, Batch.empty()))
-                waits -= set(executor.collect().finished_transfers)
+                waits -= set(run([]))
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])
 
@@ -55,7 +62,7 @@ def measure_moves(executor: Executor, *, rounds: int = 5) -> dict[str, Any]:
     if capacity.num_host_blocks:
         host = ids - 1
         # Out and in again, so that both are waited for.
-        both = seconds(SwapOut(ids, host), SwapIn(1 << 20, host, ids)) - nothing
+        both = seconds(SwapOut(ids, host), SwapIn(1 << 20, host, ids)) - 2 * nothing
         rates["swap_rate"] = 2 * moved_bytes / max(both, 1e-9)
     return rates
 

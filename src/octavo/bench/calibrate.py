@@ -16,7 +16,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -204,54 +204,83 @@ def calibrate(
 
     ``options`` are the engine's (`octavo.config.EngineConfig`).
     """
-    from octavo.config import EngineConfig
-    from octavo.engine.build import build_engine
-
-    shapes: list[ModelShape] = []
-    points: list[Point] = []
-    moves: dict[str, Any] = {}
-    engine = ""
-    base = {"prefix_caching": False, "swap_memory": "256MiB", "max_queued_requests": 100_000}
-    block_size = device = None
-    for model in models:
-        core, report = build_engine(EngineConfig(**base | options | {"model": model}))
-        core.executor, executor = core.executor, core.executor
-        if device is None:
-            engine, device = str(report), report.device
-            block_size = report.capacity.block_size
-        is_gpu = not report.device.startswith("cpu")
-        chosen = designs or (CUDA if is_gpu else CPU)
-        shape = _shape(model, report)
-        shapes.append(shape)
-        points += measure_points(core, report, shape, chosen, tell)
-        if not moves:
-            moves = measure_moves(executor)
-        _close(core)
+    engines = [_measure_engine(model, designs, tell, options) for model in models]
+    first = engines[0]
+    moves = dict(first.moves)
     if sys.platform == "linux":
-        small = {"kv": "virtual", "attention": "auto", "kv_memory": "1GiB", "swap_memory": "0"}
-        given = base | options | small | {"model": models[-1]}
-        core, report = build_engine(EngineConfig(**given))
-        moves["map_s"] = measure_mapping(core.executor, report.max_model_len)
-        _close(core)
+        moves["map_s"] = _measure_mapping(models[-1], options)
         tell("blocks moved")
-    assert device is not None
-    assert block_size is not None
-    fixed = "layer_s" if is_gpu else "step_s"
-    found = fit(points, fixed=fixed)
+    points = [point for engine in engines for point in engine.points]
+    found = fit(points, fixed="layer_s" if first.is_gpu else "step_s")
     return Calibration(
         name=name,
-        device="cuda" if is_gpu else "cpu",
-        source=f"measured by octavo calibrate: the least disturbed of {chosen.rounds} rounds",
-        coefficients=replace(found.coefficients, **moves, swaps_beside=is_gpu),
-        shapes=tuple(shapes),
+        device="cuda" if first.is_gpu else "cpu",
+        source=f"measured by octavo calibrate: the least disturbed of {first.rounds} round(s)",
+        coefficients=replace(found.coefficients, swaps_beside=first.is_gpu, **moves),
+        shapes=tuple(engine.shape for engine in engines),
         points=tuple(points),
-        machine=_machine(is_gpu),
+        machine=_machine(first.is_gpu),
         commit=_commit(),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         versions=_versions(),
-        engine={"summary": engine, **{key: str(value) for key, value in options.items()}},
-        block_size=block_size,
+        engine={"summary": first.summary, **{key: str(value) for key, value in options.items()}},
+        block_size=first.block_size,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Engine:
+    """What was measured with an engine that is gone."""
+
+    shape: ModelShape
+    points: list[Point]
+    moves: dict[str, float]
+    is_gpu: bool
+    rounds: int
+    block_size: int
+    summary: str
+
+
+_OPTIONS = {"prefix_caching": False, "swap_memory": "256MiB", "max_queued_requests": 100_000}
+
+
+def _measure_engine(
+    model: str,
+    designs: Designs | None,
+    tell: Callable[[str], None],
+    options: Mapping[str, Any],
+) -> _Engine:
+    """Its memory is free afterwards: the next engine takes what there is."""
+    from octavo.config import EngineConfig
+    from octavo.engine.build import build_engine
+
+    core, report = build_engine(EngineConfig(**_OPTIONS | options | {"model": model}))
+    is_gpu = not report.device.startswith("cpu")
+    chosen = designs or (CUDA if is_gpu else CPU)
+    shape = _shape(model, report)
+    moves = measure_moves(core.executor)
+    points = measure_points(core, report, shape, chosen, tell)
+    _close(core)
+    return _Engine(
+        shape=shape,
+        points=points,
+        moves=moves,
+        is_gpu=is_gpu,
+        rounds=chosen.rounds,
+        block_size=report.capacity.block_size,
+        summary=str(report),
+    )
+
+
+def _measure_mapping(model: str, options: Mapping[str, Any]) -> float:
+    from octavo.config import EngineConfig
+    from octavo.engine.build import build_engine
+
+    small = {"kv": "virtual", "attention": "auto", "kv_memory": "1GiB", "swap_memory": "0"}
+    core, report = build_engine(EngineConfig(**_OPTIONS | options | small | {"model": model}))
+    seconds = measure_mapping(core.executor, report.max_model_len)
+    _close(core)
+    return seconds
 
 
 def _shape(model: str, report: EngineReport) -> ModelShape:

@@ -112,8 +112,7 @@ class PrefixRegistry:
                 "register less, drop a prefix, raise --kv-memory or lower --max-model-len"
             )
         groups = {id(s.group): s.group for s in self._state.sequences.values()}.values()
-        sharing = manager.sharing
-        needs = [group.request.num_blocks(size, sharing=sharing) for group in groups]
+        needs = [manager.num_blocks_needed(group.request) for group in groups]
         if left < max(needs, default=0):
             raise RequestError(
                 f"the prefix does not fit now: its {num_new} blocks would leave {left}, but a "

@@ -98,7 +98,7 @@ class Scheduler:
             RequestError: it has more samples or beams than run at once.
             QueueFullError: ``max_queued_requests`` wait already.
         """
-        num_blocks = request.num_blocks(self.manager.block_size, sharing=self.manager.sharing)
+        num_blocks = self.manager.num_blocks_needed(request)
         is_too_long = request.max_length > self.config.max_model_len
         if is_too_long or self.manager.can_never_fit(num_blocks):
             raise ContextLengthError(

@@ -95,8 +95,9 @@ class KVManager(Protocol):
         """Take blocks for all of ``token_ids``, cached prefix first, leaving ``reserve`` free.
 
         ``max_length`` is how many tokens the sequence has when it ends by length; whoever
-        `reserves_ahead` needs it, and takes blocks for all of them. Only blocks published under the same ``salt`` are shared. Without ``use_cache`` nothing is
-        hit, and `publish` does nothing for the row. None means not now.
+        `reserves_ahead` needs it, and takes blocks for all of them. Only blocks published under the
+        same ``salt`` are shared. Without ``use_cache`` nothing is hit, and `publish` does nothing
+        for the row. None means not now.
         """
 
     def publish(self, row: int, token_ids: IntArray) -> list[int]:

@@ -1,4 +1,4 @@
-"""A buddy allocator over the pool's blocks: runs of consecutive ids whose lengths are powers of two.
+"""A buddy allocator over the pool's blocks: runs of consecutive ids, powers of two long.
 
 A run of length 2^k begins at a multiple of 2^k, counted from the first block. A longer run than is
 asked for is halved until it fits; a run that comes back joins its other half, its *buddy*, whenever

@@ -1,8 +1,9 @@
 """The papers' baseline: every sequence in one contiguous run, reserved whole when it is admitted.
 
 What engines had before paging (Orca, FasterTransformer), as Kwon et al. (SOSP 2023, section 6.1)
-compare with them: a buddy allocator, no sharing, no preemption. A sequence that is admitted has room
-for all it may become, so nothing ever grows. Samples and beams have a run each, and a fork copies.
+compare with them: a buddy allocator, no sharing, no preemption. A sequence that is admitted has
+room for all it may become, so nothing ever grows. Samples and beams have a run each, and a fork
+copies.
 
 A run of 8 blocks of 4 tokens; 21 slots are reserved, the sequence will hold 14 and holds 9::
 
@@ -45,8 +46,8 @@ _NO_RUN = range(0)
 class ContiguousManager:
     """Implements `octavo.core.protocols.KVManager`.
 
-    ``num_blocks`` counts the null block; ``max_num_seqs`` is the number of rows. A row's block table
-    holds consecutive ids: those of its reservation, without what the allocator adds.
+    ``num_blocks`` counts the null block; ``max_num_seqs`` is the number of rows. A row's block
+    table holds consecutive ids: those of its reservation, without what the allocator adds.
     """
 
     sharing = False

@@ -9,6 +9,7 @@ import typer
 
 from octavo import options
 from octavo.bench import gpu_commands
+from octavo.bench.paper.command import paper
 from octavo.config import DEFAULT_MODEL
 from octavo.options import DEFAULTS
 from octavo.terminal import print_json, readable_errors
@@ -18,6 +19,7 @@ bench_app = typer.Typer(
 )
 
 gpu_commands.add_to(bench_app)
+bench_app.command("paper")(paper)
 
 _WORK = "Workload"
 Trace = Annotated[

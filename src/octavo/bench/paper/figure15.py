@@ -74,7 +74,9 @@ def _draw(figure: Figure, values: dict[str, dict[str, float]]) -> None:
         figure.subplots(1, 2, sharey=True), values.items(), strict=True
     ):
         axes.axhspan(*PAPER[kind], color="0.88", label="paper, widths 2 to 6")
-        axes.bar(list(by_width), list(by_width.values()), 0.5, color="#4878a8", label="Octavo")
+        places = range(len(by_width))
+        axes.bar(places, list(by_width.values()), 0.5, color="#4878a8", label="Octavo")
+        axes.set_xticks(places, list(by_width))
         axes.set_title(_NAMES[kind], fontsize=9)
         axes.set_xlabel("samples" if kind == "parallel" else "beams")
         axes.set_ylim(0, 100)

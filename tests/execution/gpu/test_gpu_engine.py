@@ -20,7 +20,9 @@ from octavo.engine.mechanism import resolve_limits
 from octavo.execution.device import CUDADevice, Device, PlainDevice
 from octavo.execution.models.loading import load_config, load_model
 from octavo.memory import prefix_groups
+from octavo.memory.contiguous import ContiguousManager
 from octavo.memory.paged import PagedManager
+from octavo.memory.reservation import Reservation
 from octavo.memory.virtual import VirtualManager
 from octavo.scheduling.preemption import PreemptionPolicy
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -81,7 +83,9 @@ def gpu_engine(
     capacity = KVCapacity(num_blocks, block_size, parts.layout.block_bytes, num_host_blocks)
     sizes = (num_blocks, block_size, MAX_NUM_SEQS)
     options = {"prefix_caching": True, "num_host_blocks": num_host_blocks}
-    manager = PagedManager(*sizes, **options)
+    manager: Any = PagedManager(*sizes, **options)
+    if kv == "contiguous":
+        manager = ContiguousManager(*sizes, Reservation("oracle", limits.max_model_len))
     if runner.arena.slots is not None:
         slots = runner.arena.slots
         manager = VirtualManager(
@@ -184,6 +188,19 @@ def test_tokens_are_the_same_through_slots(
     assert slots.num_mapped_blocks == manager.num_mapped_blocks > 0
     if not ON_GPU:  # a page of a GPU holds all of these tokens
         assert core.scheduler.num_preemptions
+    core.close()
+
+
+def test_tokens_are_the_same_in_contiguous_runs(
+    model: Path, expected: dict[int, list[int]]
+) -> None:
+    """Kernels over block tables read consecutive blocks; samples and beams copy."""
+    core = gpu_engine(model, num_blocks=18, depth=2, chunk=5, kv="contiguous")
+    beams: dict[int, BeamResult] = {}
+    assert run(core, requests(), beams=beams) == expected
+    assert beams
+    assert core.scheduler.num_preemptions == 0
+    assert core.scheduler.manager.num_free_blocks == 17
     core.close()
 
 

@@ -54,7 +54,7 @@ def test_the_whole_script(
     script: dict[str, Any], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--num-requests", "3", "--input-len", "6", "--output-len", "4", "--batch-size", "2"]
-    script["main"]([str(model), *sizes, "--json"])
+    script["main"]([str(model / "config.json"), "--dummy", *sizes, "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["output_tokens"] == 12
     assert report["prompt_tokens"] == 18

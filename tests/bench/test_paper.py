@@ -96,7 +96,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-SHORT = ("--num-requests", "80", "--num-blocks", "400")
+SHORT = ("--num-requests", "60", "--num-blocks", "400")
 
 
 def test_figure_2_has_the_papers_order() -> None:
@@ -107,7 +107,7 @@ def test_figure_2_has_the_papers_order() -> None:
         assert sum(parts.values()) == pytest.approx(1, abs=1e-9)
         assert min(parts.values()) >= 0
     live = [found[name]["live"] for name in MANAGERS]
-    assert live[0] < live[1] < live[2] < 0.5 < 0.9 < live[3]
+    assert live[0] < live[1] < live[2] < 0.5 < 0.85 < live[3]
     assert live[4] == pytest.approx(live[3], abs=0.01)
     assert found["orca-max"]["internal"] > 0.4
     assert found["orca-oracle"]["internal"] < 0.02
@@ -120,7 +120,7 @@ def test_a_figure_is_written_with_what_it_depends_on(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "figure-13.png").read_bytes().startswith(b"\x89PNG")
     lines = (tmp_path / "new" / "figure-13.csv").read_text().splitlines()
     caption = [line for line in lines if line.startswith("#")]
-    assert "80 requests of ShareGPT lengths" in caption[1]
+    assert "60 requests of ShareGPT lengths" in caption[1]
     assert "octavo" in caption[2]
     assert output.machine() in caption[2]
     assert output.commit() in caption[2]

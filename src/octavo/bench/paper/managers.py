@@ -22,7 +22,6 @@ LLAMA_8B = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2, 
 DRIVER_PAGE_BYTES = 2 * 2**20
 KV_BYTES = 12 * 2**30
 MAX_MODEL_LEN = 2048
-MAX_NUM_SEQS = 512
 MAX_BATCHED_TOKENS = 2560
 _NUM_AHEAD = 4
 
@@ -59,6 +58,11 @@ class Pool:
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_size * self.token_bytes
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Rows that never run out before blocks do: a sequence has 500 tokens on average."""
+        return max(64, self.num_blocks * self.block_size // 128)
+
 
 def driver_block(layout: KVLayout) -> int:
     """Tokens of the smallest block that is a whole number of a driver's pages, without padding."""
@@ -88,17 +92,17 @@ def pool_of(scale: str, num_blocks: int | None = None, block_size: int | None = 
     return replace(pool, num_blocks=count, block_size=size)
 
 
-def build_manager(name: str, pool: Pool, max_num_seqs: int = MAX_NUM_SEQS) -> KVManager:
+def build_manager(name: str, pool: Pool) -> KVManager:
     """One of ``MANAGERS`` over the pool, with nothing cached. Under ``virtual`` a block is mapped
     as it is: what a driver's pages make of a model's blocks is the business of ``block_size``."""
-    sizes = (pool.num_blocks + 1, pool.block_size, max_num_seqs)
+    sizes = (pool.num_blocks + 1, pool.block_size, pool.max_num_seqs)
     if name == "paged":
         return PagedManager(*sizes)
     if name == "virtual":
         num_places = num_blocks_for(pool.max_model_len, pool.block_size)
         return VirtualManager(
             *sizes,
-            max_mapped_blocks=max_num_seqs * num_places,
+            max_mapped_blocks=pool.max_num_seqs * num_places,
             num_places=num_places,
             num_ahead=_NUM_AHEAD,
         )

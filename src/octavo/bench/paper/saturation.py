@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from octavo.bench.paper.managers import MAX_BATCHED_TOKENS, MAX_NUM_SEQS, Pool, build_manager
+from octavo.bench.paper.managers import MAX_BATCHED_TOKENS, Pool, build_manager
 from octavo.core.plan import KVCapacity, KVUsage
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
@@ -81,8 +81,8 @@ def saturate(name: str, pool: Pool, items: Sequence[WorkItem]) -> Saturation:
     """
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            max_num_seqs=pool.max_num_seqs,
+            max_num_batched_tokens=max(MAX_BATCHED_TOKENS, pool.max_num_seqs),
             max_model_len=pool.max_model_len,
             max_queued_requests=len(items),
         ),

@@ -71,6 +71,16 @@ def test_free_runs_too_short_for_who_waits_are_external_waste() -> None:
     assert (usage.external_waste, usage.free) == (0, 24)
 
 
+def test_an_empty_pool_is_free_whoever_was_refused() -> None:
+    contiguous = manager(num_blocks=12)
+    assert admit(contiguous, 0, 6, 30)
+    assert not admit(contiguous, 1, 6, 30)
+    usage = contiguous.usage()
+    assert (usage.free, usage.external_waste) == (0, 12)
+    contiguous.free(0)
+    assert contiguous.usage().free == 44
+
+
 def test_a_sequence_never_asks_again() -> None:
     contiguous = manager()
     assert admit(contiguous, 0, 6, 15)

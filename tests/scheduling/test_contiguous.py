@@ -152,3 +152,56 @@ def test_a_static_batch_is_larger_than_a_steps_budget() -> None:
     harness.run()
     check_tokens(harness, items)
     assert [len(plan.row_inits) for plan in harness.executor.plans if plan.row_inits] == [4, 2]
+
+
+@pytest.mark.parametrize("reserve", [None, *RESERVES])
+@pytest.mark.parametrize("is_static", [False, True])
+def test_whatever_comes_and_goes(reserve: str | None, is_static: bool) -> None:
+    """Samples and beams arrive, are aborted and fail at random: what ends has its own tokens, and
+    nothing is left behind."""
+    for seed in range(3):
+        random = np.random.default_rng([seed, is_static])
+        harness = Harness(
+            reserve=reserve,
+            is_static=is_static,
+            depth=1 + seed % 2,
+            num_blocks=int(random.integers(17, 60)),
+            max_model_len=32,
+            max_num_seqs=6,
+            max_num_batched_tokens=int(random.integers(6, 40)),
+        )
+        items: list[Request] = []
+        for _ in range(250):
+            if len(items) < 25 and random.random() < 0.4:
+                prompt = random.integers(0, 97, random.integers(1, 20)).tolist()
+                number, max_tokens = 10 * len(items), int(random.integers(1, 12))
+                if random.random() < 0.3:
+                    item = beam_request(number, prompt, max_tokens, int(random.integers(1, 5)))
+                else:
+                    n = int(random.integers(1, 4))
+                    item = request(number, prompt, max_tokens, seed=number, n=n, stops=(7, 50))
+                try:
+                    harness.add(item)
+                except ContextLengthError:
+                    continue
+                items.append(item)
+            if items and random.random() < 0.06:
+                harness.scheduler.abort(items[random.integers(len(items))].number)
+            if random.random() < 0.02:
+                harness.executor.fail_steps.add(harness.scheduler.state.step_id + 1)
+            harness.step()
+        harness.run()
+        num_compared = 0
+        for item in items:
+            for index in range(0 if item.beam_width else item.n):
+                finished = harness.finished.get(item.number + index)
+                if finished is None or finished.reason is FinishReason.ERROR:
+                    continue
+                prompt = item.prompt_token_ids.tolist()
+                assert harness.tokens[finished.number] == expected_tokens(
+                    prompt, item.max_tokens, item.seed + index, item.stop_token_ids
+                )
+                num_compared += 1
+        assert num_compared > 5
+        usage = harness.scheduler.usage()
+        assert usage.free == usage.capacity

@@ -178,6 +178,9 @@ class ContiguousManager:
         self.pool.release(self._runs[row])
         self.pool.release(self._sources.pop(row, _NO_RUN))
         self._take(row, _NO_RUN, 0, 0)
+        if self.pool.num_free == self.pool.num_usable:
+            # Whoever was refused may have given up.
+            self._refused = 1
         self.writable[row] = 0
         self._num_known[row] = 0
         self._num_computed[row] = 0

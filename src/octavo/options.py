@@ -46,7 +46,24 @@ KV = Annotated[
     str,
     typer.Option(
         help="How attention finds blocks: paged (in block tables) or virtual (mapped at contiguous "
-        "addresses by the driver).",
+        "addresses by the driver); contiguous, to compare with: one run for each sequence.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        help="Under contiguous, what a sequence is given at admission: max (the longest sequence), "
+        "pow2 (prompt, and output rounded up to a power of two) or oracle (what it will need) "
+        "[default: max].",
+        rich_help_panel=_ENGINE,
+    ),
+]
+SchedulerMode = Annotated[
+    str,
+    typer.Option(
+        "--scheduler",
+        help="continuous, or static, to compare with: nobody joins a batch until all of it ended.",
         rich_help_panel=_ENGINE,
     ),
 ]

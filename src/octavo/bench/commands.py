@@ -9,6 +9,7 @@ import typer
 
 from octavo import options
 from octavo.bench import gpu_commands
+from octavo.bench.paper.command import paper
 from octavo.config import DEFAULT_MODEL
 from octavo.options import DEFAULTS
 from octavo.terminal import print_json, readable_errors
@@ -18,6 +19,7 @@ bench_app = typer.Typer(
 )
 
 gpu_commands.add_to(bench_app)
+bench_app.command("paper")(paper)
 
 _WORK = "Workload"
 Trace = Annotated[
@@ -165,6 +167,11 @@ def throughput(
     load_format: options.LoadFormat = DEFAULTS.load_format,
     dtype: options.Dtype = DEFAULTS.dtype,
     weights: options.Weights = DEFAULTS.weights,
+    kv: options.KV = DEFAULTS.kv,
+    reserve: options.Reserve = DEFAULTS.reserve,
+    scheduler: options.SchedulerMode = DEFAULTS.scheduler,
+    attention: options.Attention = DEFAULTS.attention,
+    max_model_len: options.MaxModelLen = None,
     kv_memory: options.KVMemory = DEFAULTS.kv_memory,
     sharing: options.Sharing = DEFAULTS.sharing,
     max_num_seqs: options.MaxNumSeqs = DEFAULTS.max_num_seqs,
@@ -186,6 +193,11 @@ def throughput(
             load_format=load_format,
             dtype=dtype,
             weights=weights,
+            kv=kv,
+            reserve=reserve,
+            scheduler=scheduler,
+            attention=attention,
+            max_model_len=max_model_len,
             kv_memory=kv_memory,
             sharing=sharing,
             max_num_seqs=max_num_seqs,

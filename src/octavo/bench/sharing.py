@@ -52,7 +52,7 @@ _VOCAB = 32000
 _LOOK_EVERY = 4
 # Of the pool, on average, where requests arrive one by one: about as much as can be had without
 # preemption.
-_LOAD = 0.6
+LOAD = 0.6
 # Requests for the real model are short, so that a CPU is done in minutes.
 _MODEL_MAX_LEN = 640
 _MODEL_REQUESTS_AT_ONCE = 8
@@ -86,7 +86,7 @@ def run(
         {
             "decoding": kind,
             "width": width,
-            **policy_saving(items, width, kind == "beam", load=_LOAD, seed=seed),
+            **policy_saving(items, width, kind == "beam", load=LOAD, seed=seed),
             "saturated": policy_saving(items, width, kind == "beam", seed=seed),
         }
         for kind in ("parallel", "beam")
@@ -95,7 +95,7 @@ def run(
     report: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
         "pool_blocks": _POOL_BLOCKS,
-        "load": _LOAD,
+        "load": LOAD,
         "num_requests": num_requests,
         "lengths": "ShareGPT" if trace is None else trace,
         "paper": PAPER,

@@ -346,8 +346,9 @@ class KVUsage:
 
     ``live`` slots hold a token's keys and values (a shared block counts once), ``cached`` ones
     hold a prefix that no sequence references, pinned or not, ``reserved`` ones are kept for tokens
-    that are known but not computed yet, ``internal_waste`` is the unused rest of allocated blocks,
-    ``external_waste`` is free but cannot be allocated, ``free`` is the rest.
+    that are known but not computed yet (where all of a sequence is reserved: that it will have),
+    ``internal_waste`` is the unused rest of allocated blocks, ``external_waste`` is free but cannot
+    be allocated, ``free`` is the rest.
     """
 
     capacity: int
@@ -357,6 +358,10 @@ class KVUsage:
     internal_waste: int
     external_waste: int
     free: int
+
+    def in_bytes(self, token_bytes: int) -> KVUsage:
+        """The same split in bytes, ``token_bytes`` a slot."""
+        return KVUsage(*(getattr(self, name) * token_bytes for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)

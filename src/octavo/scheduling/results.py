@@ -31,6 +31,8 @@ class ResultDigest:
         launched = self.state.launched.popleft()
         assert launched.step_id == result.step_id, "results must arrive in the order of launch"
         self.state.processed = launched.step_id
+        # First: beams that die may give back what the step copied from.
+        self.state.manager.retire(launched.commands)
         self.state.manager.commit(launched.batch.rows, launched.batch.num_scheduled_tokens)
         for parent, child in launched.forks:
             self.state.manager.follow(parent, child)
@@ -58,7 +60,7 @@ class ResultDigest:
         finished = (*[self._finish(row) for row in ended.tolist()], *beam_ends)
         # Before anybody can take the blocks of a request that has just ended.
         pinned = self._prefixes.settle(finished)
-        self.state.release_processed(launched)
+        self.state.release_processed()
         if result.resized is not None:
             self._resizing.digest(launched.commands, result.resized)
         return StepOutputs(numbers, token_ids, finished, logprobs, prompts, tuple(beams), pinned)
@@ -68,6 +70,7 @@ class ResultDigest:
         launched = self.state.launched.popleft()
         assert launched.step_id == step_id, "failures must arrive in the order of launch"
         self.state.processed = launched.step_id
+        self.state.manager.retire(launched.commands)
         failed = [row for row in self._rows_failed_with(launched) if self.state.rows.is_wanted[row]]
         for row in failed:
             sequence = self.state.sequence_of_row[row]
@@ -85,7 +88,7 @@ class ResultDigest:
                 finished.append(self._finish(row, FinishReason.ERROR, error))
         self._give_up_transfers(launched)
         pinned = self._prefixes.settle(finished)
-        self.state.release_processed(launched)
+        self.state.release_processed()
         self._resizing.fail(launched.commands, error)
         empty = int_array([])
         return StepOutputs(empty.astype(np.int64), empty, tuple(finished), prefixes=pinned)

@@ -94,6 +94,8 @@ def read_prefix_files(config: EngineConfig, paths: Sequence[str]) -> list[Prefix
     Raises:
         ConfigError: a file cannot be used, or the engine will cache no prefixes.
     """
+    if paths and config.kv == "contiguous":
+        raise ConfigError("prefix needs prefix caching, which kv=contiguous has not; use kv=paged")
     if paths and not (config.prefix_caching and config.sharing):
         raise ConfigError(
             "prefix needs prefix caching; leave out --no-prefix-caching and --no-sharing"

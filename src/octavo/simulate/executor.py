@@ -1,4 +1,4 @@
-"""An executor without a model: fixed latencies on a virtual clock. The policy's test bed.
+"""An executor without a model: a latency model on a virtual clock. The policy's test bed.
 
 It obeys the same plans as the real one and answers with made-up tokens, and with made-up log
 probabilities for the rows that ask. It does not compute, sleep or read a clock; `now_s` says how
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -33,6 +34,13 @@ TokenSource = Callable[[StepPlan, IntArray], IntArray]
 TopSource = Callable[[StepPlan, IntArray, int], tuple[IntArray, FloatArray]]
 
 
+class Latency(Protocol):
+    """How long steps take: `FixedLatency`, `octavo.simulate.latency.LatencyModel`."""
+
+    def stepper(self) -> Callable[[StepPlan], float]:
+        """Seconds of plans, given in the order of their launch, for one executor."""
+
+
 @dataclass(frozen=True, slots=True)
 class FixedLatency:
     """A step takes ``step_s`` and ``token_s`` for each of its tokens, in seconds."""
@@ -42,6 +50,9 @@ class FixedLatency:
 
     def step_seconds(self, plan: StepPlan) -> float:
         return self.step_s + self.token_s * plan.batch.num_tokens
+
+    def stepper(self) -> Callable[[StepPlan], float]:
+        return self.step_seconds
 
 
 class SimulatedExecutor:
@@ -55,7 +66,7 @@ class SimulatedExecutor:
     def __init__(
         self,
         capacity: KVCapacity,
-        latency: FixedLatency | None = None,
+        latency: Latency | None = None,
         tokens: TokenSource | None = None,
         tops: TopSource | None = None,
     ) -> None:
@@ -64,7 +75,7 @@ class SimulatedExecutor:
         # Places that plans have mapped or unmapped so far.
         self.num_mapped = 0
         self._max_id = self.capacity.num_blocks - 1
-        self._latency = latency or FixedLatency()
+        self._step_seconds = (latency or FixedLatency()).stepper()
         self._tokens = tokens
         self._tops = tops
         self._launched: deque[StepPlan] = deque()
@@ -76,7 +87,7 @@ class SimulatedExecutor:
 
     def collect(self) -> StepResult:
         plan = self._launched.popleft()
-        self.now_s += self._latency.step_seconds(plan)
+        self.now_s += self._step_seconds(plan)
         rows = plan.sampled_rows()
         resized = None
         arrived = tuple(c.transfer_id for c in plan.commands if isinstance(c, SwapIn))

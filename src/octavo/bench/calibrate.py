@@ -1,0 +1,460 @@
+"""Measures an engine's steps for a calibration: designed batches through the real engine.
+
+Decoding at several numbers of rows and contexts, prompts of several lengths alone and beside
+decoding rows, then blocks moved by plans of their own. Of several rounds the least disturbed counts,
+since machines are shared.
+
+Run it as ``octavo calibrate`` or, with PyTorch alone, ``python -m octavo.bench.calibrate``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from octavo.core.plan import (
+    Batch,
+    CopyBlocks,
+    MapBlocks,
+    RowInit,
+    StepPlan,
+    SwapIn,
+    SwapOut,
+    int_array,
+)
+from octavo.core.request import Request
+from octavo.core.sampling_params import SamplingParams
+from octavo.simulate.calibration import Calibration
+from octavo.simulate.fitting import Point, divided, fit
+from octavo.simulate.load import StepLoad
+from octavo.simulate.recording import TimedStep, TimingExecutor
+from octavo.simulate.shape import ModelShape
+
+if TYPE_CHECKING:
+    from octavo.core.protocols import Executor
+    from octavo.engine.core import EngineCore
+    from octavo.engine.report import EngineReport
+
+_MOVED_BLOCKS = 32
+# The work, the step's index in it or -1, and the rows that decode.
+_Key: TypeAlias = tuple[int, int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Designs:
+    """What to run. ``contexts`` are prompts of decoding rows; rows times context stay within
+    ``max_tokens``. ``prompts`` run alone, ``beside`` next to ``beside_rows`` decoding ones."""
+
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    max_tokens: int
+    prompts: tuple[int, ...]
+    beside: tuple[int, ...]
+    beside_rows: int = 8
+    decode_steps: int = 12
+    rounds: int = 3
+    warm_rounds: int = 0
+
+    def scaled(self, max_rows: int, max_length: int) -> Designs:
+        """Within what an engine takes."""
+        longest = max_length - self.decode_steps * 4
+        return replace(
+            self,
+            rows=tuple(n for n in self.rows if n <= max_rows),
+            contexts=tuple(n for n in self.contexts if n <= longest),
+            prompts=tuple(n for n in self.prompts if n <= longest),
+            beside=tuple(n for n in self.beside if n <= longest),
+            beside_rows=min(self.beside_rows, max(max_rows - 1, 1)),
+        )
+
+
+CPU = Designs(
+    rows=(1, 2, 4, 8, 16, 32, 64),
+    contexts=(32, 256, 1024),
+    max_tokens=8192,
+    prompts=(8, 32, 64, 128, 256, 512, 1024, 2048),
+    beside=(16, 64, 256),
+)
+CUDA = Designs(
+    rows=(1, 8, 32, 64, 128, 256, 512),
+    contexts=(128, 1024, 8192),
+    max_tokens=66_000,
+    prompts=(64, 256, 512, 1024, 2048, 8192, 32768),
+    beside=(64, 512, 2048),
+    beside_rows=64,
+    rounds=1,
+    warm_rounds=1,
+)
+
+
+class _Bench:
+    """Requests of random tokens through an engine whose steps are timed."""
+
+    def __init__(self, core: EngineCore, report: EngineReport) -> None:
+        self.core = core
+        self.timing = TimingExecutor(core.executor)
+        core.executor = self.timing
+        self._vocab_size = report.vocab_size
+        self._random = np.random.default_rng(0)
+        self._number = 0
+
+    def add(self, num_prompt: int, num_output: int) -> None:
+        prompt = int_array(self._random.integers(0, self._vocab_size, num_prompt))
+        params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+        self.core.scheduler.add(Request(self._number, prompt, params, num_output, 0))
+        self._number += 1
+
+    def steps(self, count: int | None = None) -> list[TimedStep]:
+        """The next ``count`` steps, or all until nothing is left to do."""
+        first = len(self.timing.steps)
+        gc.disable()
+        try:
+            while self.core.has_work and (count is None or len(self.timing.steps) - first < count):
+                outputs = self.core.step()
+                for finished in outputs.finished:
+                    if finished.error is not None:
+                        raise RuntimeError(f"a step of the calibration failed: {finished.error}")
+        finally:
+            gc.enable()
+        return self.timing.steps[first:]
+
+    def run(self, lengths: Sequence[tuple[int, int]]) -> list[TimedStep]:
+        for num_prompt, num_output in lengths:
+            self.add(num_prompt, num_output)
+        self.timing.resume()
+        return self.steps()
+
+
+def measure_points(
+    core: EngineCore,
+    report: EngineReport,
+    shape: ModelShape,
+    designs: Designs,
+    tell: Callable[[str], None],
+) -> list[Point]:
+    """Times of designed batches on an engine without prefix caching. Rounds lie apart in time, so
+    that what else a machine does rarely disturbs all of them."""
+    bench = _Bench(core, report)
+    designs = designs.scaled(report.max_num_seqs, report.max_model_len)
+    works: list[Callable[[], list[TimedStep]]] = []
+    for rows in designs.rows:
+        for context in designs.contexts:
+            if rows * context <= designs.max_tokens:
+                lengths = [(context, designs.decode_steps)] * rows
+                works.append(partial(bench.run, lengths))
+    works += [partial(bench.run, [(prompt, 1)]) for prompt in designs.prompts]
+    works += [partial(_beside, bench, designs, prompt) for prompt in designs.beside]
+    found: dict[_Key, list[list[TimedStep]]] = {}
+    for turn in range(designs.warm_rounds + designs.rounds):
+        for index, work in enumerate(works):
+            for key, steps in _equal_steps(index, work()).items():
+                if turn >= designs.warm_rounds:
+                    found.setdefault(key, []).append(steps)
+        tell(f"{report.model}: round {turn + 1} of {designs.warm_rounds + designs.rounds}")
+    return [_point(shape, rounds) for rounds in found.values()]
+
+
+def _equal_steps(work: int, steps: Sequence[TimedStep]) -> dict[_Key, list[TimedStep]]:
+    """The steps of a work: with a chunk each for itself, those that decode together where they
+    have as many rows."""
+    equal: dict[_Key, list[TimedStep]] = {}
+    for index, step in enumerate(steps):
+        load = step.load
+        if load.num_chunks:
+            equal[work, index, 0] = [step]
+        elif load.num_tokens and index > 1:
+            # The first steps of a work also pay for what the one before left behind.
+            equal.setdefault((work, -1, load.num_rows), []).append(step)
+    return equal
+
+
+def _beside(bench: _Bench, designs: Designs, prompt: int) -> list[TimedStep]:
+    """Prompts that come one by one while others decode."""
+    for _ in range(designs.beside_rows):
+        bench.add(32, 3 * designs.decode_steps)
+    bench.timing.resume()
+    found = bench.steps(4)
+    for _ in range(2):
+        bench.add(prompt, 2)
+        found += bench.steps(6)
+    return found + bench.steps()
+
+
+def _point(shape: ModelShape, rounds: Sequence[Sequence[TimedStep]]) -> Point:
+    """The round that was disturbed least: the median of its steps, their mean load."""
+    medians = [statistics.median(step.seconds for step in steps) for steps in rounds]
+    steps = rounds[int(np.argmin(medians))]
+    total = StepLoad(
+        *[sum(getattr(step.load, name) for step in steps) for name in StepLoad.__slots__]
+    )
+    return Point(shape, divided(total, len(steps)), min(medians))
+
+
+def measure_moves(executor: Executor, *, rounds: int = 5) -> dict[str, Any]:
+    """Rates of copying and swapping blocks, bytes a second, by plans that do nothing else. Nothing
+    may run."""
+    capacity = executor.capacity
+    count = min(_MOVED_BLOCKS, capacity.num_blocks // 2 - 1, capacity.num_host_blocks or 1 << 30)
+    ids = int_array(range(1, count + 1))
+    moved_bytes = count * capacity.block_bytes
+    step_id = 1 << 30
+
+    def seconds(*commands: Any) -> float:
+        nonlocal step_id
+        times = []
+        for _ in range(rounds + 1):
+            step_id += 1
+            started = time.perf_counter()
+            executor.launch(StepPlan(step_id, Batch.empty(), commands=commands))
+            waits = {c.transfer_id for c in commands if isinstance(c, SwapIn)}
+            waits -= set(executor.collect().finished_transfers)
+            while waits:
+                step_id += 1
+                executor.launch(StepPlan(step_id, Batch.empty()))
+                waits -= set(executor.collect().finished_transfers)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
+
+    nothing = seconds()
+    copied = seconds(CopyBlocks(ids, ids + count)) - nothing
+    rates = {"copy_rate": moved_bytes / max(copied, 1e-9)}
+    if capacity.num_host_blocks:
+        host = ids - 1
+        # Out and in again, so that both are waited for.
+        both = seconds(SwapOut(ids, host), SwapIn(1 << 20, host, ids)) - nothing
+        rates["swap_rate"] = 2 * moved_bytes / max(both, 1e-9)
+    return rates
+
+
+def measure_mapping(executor: Executor, *, rounds: int = 9) -> float:
+    """Seconds of mapping a block: a step that reads blocks mapped for it, less one that finds them
+    mapped. Nothing may run."""
+    capacity = executor.capacity
+    count = min(_MOVED_BLOCKS, capacity.num_blocks - 1)
+    ids = int_array(range(1, count + 1))
+    slots, places = 0 * ids, int_array(range(count))
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    tokens = int_array([1] * (count * capacity.block_size))
+    init = RowInit(0, tokens, len(tokens) - 1, ids, params, 0)
+    batch = Batch.decode(int_array([0]))
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    step_id = 1 << 30
+    for index in range(2 * rounds + 2):
+        is_mapping = index % 2 == 0
+        step_id += 2
+        if is_mapping and index:
+            hide = MapBlocks(slots, places, 0 * ids)
+            executor.launch(StepPlan(step_id - 1, Batch.empty(), commands=(hide,)))
+            executor.collect()
+        commands = (MapBlocks(slots, places, ids),) if is_mapping else ()
+        started = time.perf_counter()
+        executor.launch(StepPlan(step_id, batch, row_inits=(init,), commands=commands))
+        executor.collect()
+        if index > 1:
+            taken[is_mapping].append(time.perf_counter() - started)
+    difference = statistics.median(taken[True]) - statistics.median(taken[False])
+    return max(difference, 0.0) / count
+
+
+def calibrate(
+    models: Sequence[str],
+    *,
+    name: str,
+    tell: Callable[[str], None],
+    designs: Designs | None = None,
+    **options: Any,
+) -> Calibration:
+    """Measure engines of ``models``, the first the calibration's own, and fit.
+
+    ``options`` are the engine's (`octavo.config.EngineConfig`).
+    """
+    from octavo.config import EngineConfig
+    from octavo.engine.build import build_engine
+
+    shapes: list[ModelShape] = []
+    points: list[Point] = []
+    moves: dict[str, Any] = {}
+    engine = ""
+    base = {"prefix_caching": False, "swap_memory": "256MiB", "max_queued_requests": 100_000}
+    block_size = device = None
+    for model in models:
+        core, report = build_engine(EngineConfig(**base | options | {"model": model}))
+        core.executor, executor = core.executor, core.executor
+        if device is None:
+            engine, device = str(report), report.device
+            block_size = report.capacity.block_size
+        is_gpu = not report.device.startswith("cpu")
+        chosen = designs or (CUDA if is_gpu else CPU)
+        shape = _shape(model, report)
+        shapes.append(shape)
+        points += measure_points(core, report, shape, chosen, tell)
+        if not moves:
+            moves = measure_moves(executor)
+        _close(core)
+    if sys.platform == "linux":
+        small = {"kv": "virtual", "attention": "auto", "kv_memory": "1GiB", "swap_memory": "0"}
+        given = base | options | small | {"model": models[-1]}
+        core, _ = build_engine(EngineConfig(**given))
+        moves["map_s"] = measure_mapping(core.executor)
+        _close(core)
+        tell("blocks moved")
+    assert device is not None and block_size is not None
+    fixed = "layer_s" if is_gpu else "step_s"
+    found = fit(points, fixed=fixed)
+    return Calibration(
+        name=name,
+        device="cuda" if is_gpu else "cpu",
+        source=f"measured by octavo calibrate: of {chosen.rounds} rounds the least disturbed, medians",
+        coefficients=replace(found.coefficients, **moves, swaps_beside=is_gpu),
+        shapes=tuple(shapes),
+        points=tuple(points),
+        machine=_machine(is_gpu),
+        commit=_commit(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        versions=_versions(),
+        engine={"summary": engine, **{key: str(value) for key, value in options.items()}},
+        block_size=block_size,
+    )
+
+
+def _shape(model: str, report: EngineReport) -> ModelShape:
+    from octavo.execution.models.loading import load_config
+    from octavo.model_store import resolve_model
+
+    shape = ModelShape.of(_short(model), load_config(resolve_model(model)))
+    weights = shape.layer_weights + shape.head_weights
+    return replace(
+        shape,
+        weight_bytes=(report.weight_bytes - shape.other_bytes) / weights,
+        token_bytes=report.capacity.block_bytes / report.capacity.block_size,
+    )
+
+
+def _short(model: str) -> str:
+    return Path(model).stem
+
+
+def _close(core: EngineCore) -> None:
+    """Give the memory back before the next engine takes what there is."""
+    import torch
+
+    core.executor.close()
+    core.executor = None  # type: ignore[assignment]
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _machine(is_gpu: bool) -> str:
+    import torch
+
+    if is_gpu:
+        return torch.cuda.get_device_name()
+    found = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                found = line.split(":", 1)[1].strip()
+                break
+    return f"{found}, {torch.get_num_threads()} compute thread(s)"
+
+
+def _commit() -> str:
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    from octavo import __version__
+
+    return {
+        "octavo": __version__,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure a machine's steps and fit them.")
+    parser.add_argument("--model", action="append", help="a shape's name, or any model; repeatable")
+    parser.add_argument("--name", default="calibration")
+    parser.add_argument("--out", required=True, help="the file to write")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int)
+    given = parser.parse_args()
+    run(
+        given.model or ["smollm2-135m"],
+        name=given.name,
+        out=given.out,
+        tell=lambda text: print(text, file=sys.stderr, flush=True),
+        device=given.device,
+        threads=given.threads,
+    )
+
+
+def run(
+    models: Sequence[str],
+    *,
+    name: str,
+    out: str | None,
+    tell: Callable[[str], None],
+    **options: Any,
+) -> Calibration:
+    """`calibrate`, with the shapes of `octavo.bench.works` run on random weights; ``out`` is the
+    file to write."""
+    from octavo.bench.works import SHAPES, shape
+
+    if models[0] in SHAPES:
+        options["load_format"] = "dummy"
+    paths = [shape(model) if model in SHAPES else model for model in models]
+    calibration = calibrate(paths, name=name, tell=tell, **options)
+    if out is not None:
+        calibration.save(out)
+    tell(summary(calibration))
+    return calibration
+
+
+def summary(calibration: Calibration) -> str:
+    """Coefficients and residuals, as text."""
+    found, at = calibration.fit_errors(), calibration.coefficients
+    lines = [
+        f"{calibration.name}: {calibration.machine}, {calibration.date}",
+        f"weights {at.byte_rate / 1e9:.1f} GB/s, products {at.flop_rate / 1e12:.3f} TFLOP/s, blend "
+        f"{at.blend:g}; keys and values {at.kv_rate / 1e9:.1f} GB/s; attention of chunks "
+        f"{at.attention_rate / 1e12:.3f} TFLOP/s",
+        f"a step {at.step_s * 1e6:.0f} µs, a layer {at.layer_s * 1e6:.1f} µs, a row "
+        f"{at.row_s * 1e6:.1f} µs, a chunk {at.chunk_s * 1e6:.1f} µs",
+        f"copies {at.copy_rate / 1e9:.1f} GB/s, swaps {at.swap_rate / 1e9:.1f} GB/s, mapping "
+        f"{at.map_s * 1e6:.1f} µs a block",
+        f"error over {len(calibration.points)} points: mean {found.mean_error:.1%}, P90 "
+        f"{found.p90_error:.1%}, worst {found.worst_error:.1%}",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

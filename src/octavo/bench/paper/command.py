@@ -14,7 +14,9 @@ from octavo.terminal import print_json, readable_errors
 
 
 def paper(
-    figure: Annotated[str, typer.Option(help="Of Kwon et al., SOSP 2023: 2, 13 or 15.")],
+    figure: Annotated[
+        str, typer.Option(help="Of Kwon et al., SOSP 2023: 2, 12, 13, 14, 15, 16, 18 or 19.")
+    ],
     scale: Annotated[
         str,
         typer.Option(

@@ -92,12 +92,15 @@ def pool_of(scale: str, num_blocks: int | None = None, block_size: int | None = 
     return replace(pool, num_blocks=count, block_size=size)
 
 
-def build_manager(name: str, pool: Pool) -> KVManager:
-    """One of ``MANAGERS`` over the pool, with nothing cached. Under ``virtual`` a block is mapped
-    as it is: what a driver's pages make of a model's blocks is the business of ``block_size``."""
+def build_manager(
+    name: str, pool: Pool, *, prefix_caching: bool = False, num_host_blocks: int = 0
+) -> KVManager:
+    """One of ``MANAGERS`` over the pool; only ``paged`` and ``virtual`` cache and swap. Under
+    ``virtual`` a block is mapped as it is: what a driver's pages make of a model's blocks is the
+    business of ``block_size``."""
     sizes = (pool.num_blocks + 1, pool.block_size, pool.max_num_seqs)
     if name == "paged":
-        return PagedManager(*sizes)
+        return PagedManager(*sizes, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks)
     if name == "virtual":
         num_places = num_blocks_for(pool.max_model_len, pool.block_size)
         return VirtualManager(
@@ -105,6 +108,8 @@ def build_manager(name: str, pool: Pool) -> KVManager:
             max_mapped_blocks=pool.max_num_seqs * num_places,
             num_places=num_places,
             num_ahead=_NUM_AHEAD,
+            prefix_caching=prefix_caching,
+            num_host_blocks=num_host_blocks,
         )
     reserve = name.removeprefix("orca-")
     return ContiguousManager(*sizes, Reservation(reserve, pool.max_model_len))

@@ -44,8 +44,9 @@ class PaperReport:
     draw: Callable[[Figure], None]
 
 
-def lengths(options: PaperOptions, max_total_len: int) -> list[WorkItem]:
-    """The trace's requests of at most ``max_total_len`` tokens, prompt and output together.
+def lengths(options: PaperOptions, max_total_len: int, default_count: int = 1000) -> list[WorkItem]:
+    """The trace's requests of at most ``max_total_len`` tokens, prompt and output together;
+    ``default_count`` of them where nobody asked for a number.
 
     Raises:
         WorkloadError: there are none, or fewer than asked for.
@@ -55,7 +56,7 @@ def lengths(options: PaperOptions, max_total_len: int) -> list[WorkItem]:
     if count is None:
         items = load_trace(path)
         fitting = sum(i.num_prompt_tokens + i.num_output_tokens <= max_total_len for i in items)
-        count = min(1000, fitting)
+        count = min(default_count, fitting)
         if not count:
             raise WorkloadError(f"{path} has no request of at most {max_total_len} tokens")
     return make_workload(

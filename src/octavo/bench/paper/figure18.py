@@ -119,10 +119,11 @@ def _text(values: dict[str, dict[str, float]]) -> str:
 
 def _draw(figure: Figure, values: dict[str, dict[str, float]]) -> None:
     kernel, service = figure.subplots(1, 2)
-    names = list(values)
-    kernel.bar(names, [v["kernel_ratio"] for v in values.values()], color="#4878a8")
+    places = range(len(values))
+    kernel.bar(places, [v["kernel_ratio"] for v in values.values()], color="#4878a8")
     kernel.set_ylabel("scattered to consecutive blocks, time")
-    service.bar(names, [v["normalized_latency_s"] for v in values.values()], color="#4878a8")
+    service.bar(places, [v["normalized_latency_s"] for v in values.values()], color="#4878a8")
     service.set_ylabel("normalized latency, s a token")
     for axes in (kernel, service):
+        axes.set_xticks(places, list(values))
         axes.set_xlabel("tokens in a block")

@@ -106,23 +106,24 @@ def _text(values: dict[str, dict[str, float]]) -> str:
 
 def _draw(figure: Figure, values: dict[str, dict[str, float]]) -> None:
     overhead, service = figure.subplots(1, 2)
-    names = list(values)
+    places = range(len(values))
     for key, label in (
         ("recompute_ms", "recompute"),
         ("swap_one_ms", "swap, one copy a block"),
         ("swap_layered_ms", "swap, a copy a layer, K and V"),
     ):
-        overhead.plot(names, [v[key] for v in values.values()], marker="o", label=label)
+        overhead.plot(places, [v[key] for v in values.values()], marker="o", label=label)
     overhead.set_yscale("log")
     overhead.set_ylabel(f"ms for {CONTEXT} tokens")
     for way in WAYS:
         service.plot(
-            names,
+            places,
             [v[f"{way}_normalized_latency_s"] for v in values.values()],
             marker="o",
             label=way,
         )
     service.set_ylabel("normalized latency, s a token")
     for axes in (overhead, service):
+        axes.set_xticks(places, list(values))
         axes.set_xlabel("tokens in a block")
         axes.legend(frameon=False, fontsize=7)

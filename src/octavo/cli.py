@@ -48,6 +48,7 @@ def _main(
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
@@ -126,30 +127,7 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     with readable_errors():
-        config = EngineConfig(
-            model=model,
-            load_format=load_format,
-            dtype=dtype,
-            weights=weights,
-            kv=kv,
-            kv_dtype=kv_dtype,
-            block_size=block_size,
-            kv_memory=kv_memory,
-            prefix_caching=prefix_caching,
-            sharing=sharing,
-            preemption=preemption,
-            swap_memory=swap_memory,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_queued_requests=max_queued_requests,
-            depth=depth,
-            threads=threads,
-            device=device,
-            deterministic=deterministic,
-            attention=attention,
-            map_forks=map_forks,
-        )
+        config = EngineConfig(**options.engine_options(context))
         server = ServerConfig(
             host=host,
             port=port,
@@ -173,6 +151,7 @@ def serve(
 
 @app.command()
 def generate(
+    context: typer.Context,
     model: options.Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     chat: Annotated[
@@ -240,25 +219,7 @@ def generate(
             early_stopping=_EARLY_STOPPING[early_stopping],
         )
         text = sys.stdin.read() if prompt == "-" else prompt
-        with LLM(
-            model,
-            load_format=load_format,
-            dtype=dtype,
-            weights=weights,
-            kv=kv,
-            kv_dtype=kv_dtype,
-            block_size=block_size,
-            kv_memory=kv_memory,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            depth=depth,
-            threads=threads,
-            device=device,
-            deterministic=deterministic,
-            attention=attention,
-            map_forks=map_forks,
-        ) as llm:
+        with LLM(**options.engine_options(context)) as llm:
             if chat:
                 completion = llm.chat([{"role": "user", "content": text}], params)
             else:
@@ -303,6 +264,7 @@ def _beams(beams: Sequence[Beam]) -> dict[str, Any]:
 
 @app.command()
 def chat(
+    context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
     url: Annotated[
         str | None,
@@ -338,17 +300,7 @@ def chat(
             from octavo.engine.llm import LLM
 
             params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
-            llm = LLM(
-                model,
-                dtype=dtype,
-                weights=weights,
-                kv_dtype=kv_dtype,
-                kv_memory=kv_memory,
-                max_model_len=max_model_len,
-                threads=threads,
-                device=device,
-                max_num_seqs=1,
-            )
+            llm = LLM(**options.engine_options(context), max_num_seqs=1)
 
             def answer(messages: list[dict[str, str]]) -> Iterator[str]:
                 return llm.stream_chat(messages, params)

@@ -143,6 +143,7 @@ def sharing(
 
 @bench_app.command("throughput")
 def throughput(
+    context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
     trace: Trace = None,
     num_requests: NumRequests = 64,
@@ -169,20 +170,7 @@ def throughput(
         from octavo.engine.llm import LLM
         from octavo.workload.workload import make_workload
 
-        with LLM(
-            model,
-            load_format=load_format,
-            dtype=dtype,
-            weights=weights,
-            kv_memory=kv_memory,
-            sharing=sharing,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            threads=threads,
-            device=device,
-            deterministic=deterministic,
-            depth=depth,
-        ) as llm:
+        with LLM(**options.engine_options(context)) as llm:
             items = make_workload(
                 trace=trace,
                 num_requests=num_requests,
@@ -205,6 +193,7 @@ def throughput(
 
 @bench_app.command("latency")
 def latency(
+    context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
     batch_size: Annotated[int, typer.Option(help="Requests in the batch.")] = 1,
     input_len: InputLen = 32,
@@ -229,16 +218,11 @@ def latency(
         items = make_workload(
             trace=None, num_requests=batch_size, input_len=input_len, output_len=output_len
         )
+        # Every round runs the same prompts.
         with LLM(
-            model,
-            load_format=load_format,
-            dtype=dtype,
-            weights=weights,
+            **options.engine_options(context),
             max_num_seqs=max(batch_size, 1),
-            prefix_caching=False,  # every round runs the same prompts
-            threads=threads,
-            device=device,
-            depth=depth,
+            prefix_caching=False,
         ) as llm:
             report = latency(llm, items, rounds=max(rounds, 1), warmups=warmups, seed=seed)
         if as_json:

@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import httpx
-
+from octavo.bench.serve.http import HTTPClient, HTTPError
 from octavo.bench.serve.metrics import Load, Sample
 from octavo.config import ConfigError
 from octavo.workload.items import WorkItem
@@ -28,7 +27,7 @@ _LEAD_S = 0.1
 class Client:
     """A connection to one server's model. Make one with `connected`."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, highest_token_id: int) -> None:
+    def __init__(self, http: HTTPClient, model: str, highest_token_id: int) -> None:
         """Use `connected`."""
         self.model = model
         self._http = http
@@ -70,19 +69,20 @@ class Client:
 
     async def _send(self, body: bytes, due: float, start: float) -> Sample:
         sample = Sample(start_s=due - start)
-        headers = {"Content-Type": "application/json"}
+        rest = b""
         try:
-            async with self._http.stream(
-                "POST", "/v1/completions", content=body, headers=headers
-            ) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    sample.error = f"{response.status_code}: {text[:200]}"
-                else:
-                    async for line in response.aiter_lines():
-                        _digest(sample, line, time.perf_counter() - due)
-        except httpx.HTTPError as error:
-            sample.error = repr(error)
+            async with self._http.post("/v1/completions", body) as response:
+                async for piece in response.pieces:
+                    now = time.perf_counter() - due
+                    rest += piece
+                    if response.status == 200:
+                        *lines, rest = rest.split(b"\n")
+                        for line in lines:
+                            _digest(sample, line, now)
+                if response.status != 200:
+                    sample.error = f"{response.status}: {rest.decode(errors='replace')[:200]}"
+        except HTTPError as error:
+            sample.error = str(error)
         except (ValueError, TypeError, KeyError) as error:
             sample.error = f"the stream is not OpenAI's: {error!r}"
         sample.end_s = time.perf_counter() - due
@@ -133,31 +133,30 @@ async def connected(
             f"highest_token_id must be above {_FIRST_TOKEN_ID}, got {highest_token_id}"
         )
     base = url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        http = httpx.AsyncClient(
-            base_url=base,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            timeout=httpx.Timeout(timeout_s, connect=10.0),
-        )
-    except (httpx.InvalidURL, ValueError) as error:
+        http = HTTPClient(base, headers=headers, timeout_s=timeout_s)
+    except ValueError as error:
         raise ConfigError(f"url {url!r} cannot be used: {error}") from error
-    async with http:
-        yield Client(http, model or await _first_model(http, base), highest_token_id)
+    with contextlib.closing(http):
+        yield Client(http, model or await _first_model(base, headers), highest_token_id)
 
 
-async def _first_model(http: httpx.AsyncClient, base: str) -> str:
+async def _first_model(base: str, headers: Mapping[str, str]) -> str:
+    import httpx
+
     try:
-        response = await http.get("/v1/models")
+        async with httpx.AsyncClient(headers=headers, timeout=10.0) as http:
+            response = await http.get(f"{base}/v1/models")
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"{base} does not list a model at /v1/models: {error!r}") from error
 
 
-def _digest(sample: Sample, line: str, now: float) -> None:
-    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-    if not data or data == "[DONE]":
+def _digest(sample: Sample, line: bytes, now: float) -> None:
+    data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+    if not data or data == b"[DONE]":
         return
     event = json.loads(data)
     if "error" in event:

@@ -59,6 +59,8 @@ def plot(reports: Sequence[dict[str, Any]], path: Path, caption: str) -> None:
         axis.grid(color="0.9")
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=7)
+    if "request_goodput" in ordered[0]:
+        caption += f"; goodput: {objectives_text(ordered[0])}"
     figure.suptitle(caption, fontsize=9)
     try:
         figure.savefig(path)
@@ -97,5 +99,4 @@ def _draw_requests(axis: Axes, rates: Sequence[float], reports: Sequence[dict[st
     axis.plot(rates, rates, color="0.8", lw=1, label="asked for")
     axis.plot(rates, [r["request_throughput"] for r in reports], "-o", ms=4, label="served")
     if "request_goodput" in reports[0]:
-        label = f"goodput: {objectives_text(reports[0])}"
-        axis.plot(rates, [r["request_goodput"] for r in reports], "--s", ms=4, label=label)
+        axis.plot(rates, [r["request_goodput"] for r in reports], "--s", ms=4, label="goodput")

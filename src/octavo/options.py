@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import fields
+from typing import Annotated, Any
 
 import typer
 
 from octavo.config import EngineConfig
 
 DEFAULTS = EngineConfig()
+_ENGINE_FIELDS = frozenset(field.name for field in fields(EngineConfig))
 _ENGINE = "Engine"
 
 Model = Annotated[str, typer.Argument(help="A name, a directory or a GGUF file.")]
@@ -170,3 +172,9 @@ MapForks = Annotated[
     ),
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def engine_options(context: typer.Context) -> dict[str, Any]:
+    """Those of a command's options that are the engine's, by the names of `EngineConfig`: a command
+    lists them as parameters, and that is all it does about them."""
+    return {name: value for name, value in context.params.items() if name in _ENGINE_FIELDS}

@@ -242,6 +242,9 @@ def _warm_up(runner: Runner, num_tokens: int) -> None:
     """Run a chunk and a decode step once, so that no request pays for compiling kernels.
 
     They use row 0 and the first blocks, which the first sequence writes anew.
+
+    Raises:
+        FloatingPointError: the model computes no numbers.
     """
     arena = runner.arena
     num_blocks = arena.layout.num_blocks(num_tokens)
@@ -261,7 +264,8 @@ def _warm_up(runner: Runner, num_tokens: int) -> None:
     prefill = Batch.of(rows, int_array([len(token_ids)]), rows == 0)
     if len(token_ids):
         runner.run(StepPlan(step_id=0, batch=prefill, row_inits=(init,)))
-    runner.run(StepPlan(step_id=0, batch=Batch.decode(rows)))
+    if not runner.run(StepPlan(step_id=0, batch=Batch.decode(rows))).is_finite:
+        raise FloatingPointError("its logits are NaN or infinity")
     if isinstance(arena, VirtualArena):
         # The manager starts with slots that show nothing.
         arena.obey((MapBlocks(0 * places, places, 0 * places),))

@@ -36,6 +36,8 @@ def talk(*lines: str, answer=echo, system: str | None = None) -> tuple[Script, C
 
 def test_the_history_grows() -> None:
     script, conversation = talk("one", "", "two")
+    assert run(conversation, Script("three").read, Script().write) == 0
+    del conversation.messages[-2:]
     assert script.written == "1:ONE\n3:TWO\n\n"
     assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * 2
     assert conversation.messages[1]["content"] == "1:ONE"
@@ -60,7 +62,8 @@ def test_a_refused_question_is_taken_back() -> None:
         raise ValueError("too long")
         yield
 
-    script, conversation = talk("one", answer=refuse)
+    script, conversation = Script("one", "/help"), Conversation(refuse)
+    assert run(conversation, script.read, script.write) == 1
     assert "(refused: too long)" in script.written
     assert conversation.messages == []
 

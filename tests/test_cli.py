@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -31,7 +36,16 @@ def test_every_command_explains_itself(command: list[str]) -> None:
         (["generate", "no-such-model", "hi"], "no model 'no-such-model'"),
         (["generate", "x", "hi", "--temperature", "-1"], "temperature must be in [0, 100]"),
         (["generate", "x", "hi", "--beam-width", "0"], "beam_width must be between 1 and 32"),
-        (["generate", "x", "hi", "--length-penalty", "2"], "length_penalty needs use_beam_search"),
+        (["generate", "x", "hi", "--length-penalty", "2"], "--length-penalty needs --beam-width"),
+        (
+            ["generate", "x", "hi", "--early-stopping", "true"],
+            "--early-stopping needs --beam-width",
+        ),
+        (
+            ["generate", "x", "hi", "--beam-width", "2", "--early-stopping", "always"],
+            "--early-stopping must be one of true, false, never, got 'always'",
+        ),
+        (["chat", "--url", "http://127.0.0.1:9"], "no server can be reached at http://127.0.0.1:9"),
         (["generate", "x", "hi", "--block-size", "0"], "block_size must be an integer from 1"),
         (["generate", "x", "hi", "--kv-memory", "much"], "kv_memory must be auto, a size"),
         (["serve", "x", "--port", "99999"], "port must be an integer from 0 to 65535"),
@@ -44,6 +58,24 @@ def test_a_mistake_is_one_readable_line(arguments: list[str], message: str) -> N
     assert result.exit_code == 1
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("module", "code"), [("typer", -signal.SIGINT), ("uvicorn", 130)])
+def test_an_interrupt_while_it_is_being_imported_leaves_no_traceback(
+    tmp_path: Path, module: str, code: int
+) -> None:
+    """The module interrupts whoever imports it."""
+    text = "import os, signal, sys\nos.kill(os.getpid(), signal.SIGINT)\nsys.exit('went on')\n"
+    (tmp_path / f"{module}.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "octavo", "serve"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code
+    assert done.stderr == ""
 
 
 def test_bench_simulator_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:

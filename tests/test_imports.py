@@ -34,7 +34,7 @@ def test_importing_octavo_loads_nothing_heavy() -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    statement = "import sys; sys.argv = ['octavo', '--help']\nfrom octavo.cli import main\n"
+    statement = "import sys; sys.argv = ['octavo', '--help']\nfrom octavo.__main__ import main\n"
     statement += "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
     assert not modules_after(statement) & {*HEAVY, "numpy"}
 

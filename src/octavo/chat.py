@@ -9,6 +9,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
+from octavo.config import ConfigError
+
 Message: TypeAlias = dict[str, str]
 Answer: TypeAlias = Callable[[list[Message]], Iterator[str]]
 
@@ -74,16 +76,18 @@ class Conversation:
         return f"unknown command {name}; /help lists them"
 
 
-def run(conversation: Conversation, read: Callable[[], str], write: Callable[[str], None]) -> None:
-    """Read lines until the end of input or ``/exit``; write what they bring."""
+def run(conversation: Conversation, read: Callable[[], str], write: Callable[[str], None]) -> int:
+    """Read lines until the end of input or ``/exit``; write what they bring. Returns how many were
+    refused."""
+    num_refused = 0
     while True:
         try:
             line = read().strip()
         except (EOFError, KeyboardInterrupt):
             write("\n")
-            return
+            return num_refused
         if line in ("/exit", "/quit"):
-            return
+            return num_refused
         if not line:
             continue
         reply = conversation.say(line)
@@ -94,9 +98,30 @@ def run(conversation: Conversation, read: Callable[[], str], write: Callable[[st
             write(" …(stopped)")
         except ValueError as error:
             write(f"(refused: {error})")
+            num_refused += 1
         finally:
             reply.close()  # type: ignore[attr-defined]
         write("\n")
+
+
+def check_server(url: str) -> None:
+    """See before the first line is typed that somebody listens at ``url``, whatever it answers.
+
+    Raises:
+        ConfigError: nobody does.
+    """
+    import httpx
+
+    try:
+        httpx.get(f"{_base(url)}/v1/models", timeout=httpx.Timeout(10, connect=5))
+    except httpx.HTTPError as error:
+        raise ConfigError(f"no server can be reached at {url}: {error}") from error
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ConfigError(f"url {url!r} cannot be used: {error}") from error
+
+
+def _base(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def server_answer(url: str, model: str, api_key: str | None, **options: Any) -> Answer:
@@ -106,7 +131,7 @@ def server_answer(url: str, model: str, api_key: str | None, **options: Any) -> 
     def answer(messages: list[Message]) -> Iterator[str]:
         body = {"model": model, "messages": messages, "stream": True, **options}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        endpoint = f"{url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+        endpoint = f"{_base(url)}/v1/chat/completions"
         try:
             with httpx.stream(
                 "POST", endpoint, json=body, headers=headers, timeout=httpx.Timeout(600, connect=5)

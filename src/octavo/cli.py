@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from octavo import __version__, options
 from octavo.bench.commands import bench_app
 from octavo.capacity_commands import calibrate, plan
-from octavo.config import DEFAULT_MODEL, EngineConfig, ServerConfig, api_keys_of
+from octavo.config import DEFAULT_MODEL, ConfigError, EngineConfig, ServerConfig, api_keys_of
 from octavo.layout_command import layout
 from octavo.options import DEFAULTS
 from octavo.terminal import print_json, readable_errors
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from octavo.engine.completion import Beam
 
 _SERVER = ServerConfig()
+_EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
+    "true": True,
+    "false": False,
+    "never": "never",
+}
 
 app = typer.Typer(
     name="octavo",
@@ -44,6 +49,7 @@ def _main(
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
@@ -102,6 +108,8 @@ def serve(
     dtype: options.Dtype = DEFAULTS.dtype,
     weights: options.Weights = DEFAULTS.weights,
     kv: options.KV = DEFAULTS.kv,
+    reserve: options.Reserve = DEFAULTS.reserve,
+    scheduler: options.SchedulerMode = DEFAULTS.scheduler,
     kv_dtype: options.KVDtype = DEFAULTS.kv_dtype,
     block_size: options.BlockSize = DEFAULTS.block_size,
     kv_memory: options.KVMemory = DEFAULTS.kv_memory,
@@ -122,30 +130,7 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     with readable_errors():
-        config = EngineConfig(
-            model=model,
-            load_format=load_format,
-            dtype=dtype,
-            weights=weights,
-            kv=kv,
-            kv_dtype=kv_dtype,
-            block_size=block_size,
-            kv_memory=kv_memory,
-            prefix_caching=prefix_caching,
-            sharing=sharing,
-            preemption=preemption,
-            swap_memory=swap_memory,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_queued_requests=max_queued_requests,
-            depth=depth,
-            threads=threads,
-            device=device,
-            deterministic=deterministic,
-            attention=attention,
-            map_forks=map_forks,
-        )
+        config = EngineConfig(**options.engine_options(context))
         server = ServerConfig(
             host=host,
             port=port,
@@ -169,6 +154,7 @@ def serve(
 
 @app.command()
 def generate(
+    context: typer.Context,
     model: options.Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     chat: Annotated[
@@ -201,6 +187,8 @@ def generate(
     dtype: options.Dtype = DEFAULTS.dtype,
     weights: options.Weights = DEFAULTS.weights,
     kv: options.KV = DEFAULTS.kv,
+    reserve: options.Reserve = DEFAULTS.reserve,
+    scheduler: options.SchedulerMode = DEFAULTS.scheduler,
     kv_dtype: options.KVDtype = DEFAULTS.kv_dtype,
     block_size: options.BlockSize = DEFAULTS.block_size,
     kv_memory: options.KVMemory = DEFAULTS.kv_memory,
@@ -220,6 +208,7 @@ def generate(
         from octavo.core.sampling_params import SamplingParams
         from octavo.engine.llm import LLM
 
+        _check_beam_options(beam_width, length_penalty, early_stopping)
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -232,28 +221,10 @@ def generate(
             use_beam_search=beam_width is not None,
             beam_width=beam_width,
             length_penalty=length_penalty,
-            early_stopping={"true": True, "false": False}.get(early_stopping, early_stopping),  # type: ignore[arg-type]
+            early_stopping=_EARLY_STOPPING[early_stopping],
         )
         text = sys.stdin.read() if prompt == "-" else prompt
-        with LLM(
-            model,
-            load_format=load_format,
-            dtype=dtype,
-            weights=weights,
-            kv=kv,
-            kv_dtype=kv_dtype,
-            block_size=block_size,
-            kv_memory=kv_memory,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            depth=depth,
-            threads=threads,
-            device=device,
-            deterministic=deterministic,
-            attention=attention,
-            map_forks=map_forks,
-        ) as llm:
+        with LLM(**options.engine_options(context)) as llm:
             if chat:
                 completion = llm.chat([{"role": "user", "content": text}], params)
             else:
@@ -279,12 +250,26 @@ def generate(
         )
 
 
+def _check_beam_options(beam_width: int | None, length_penalty: float, early_stopping: str) -> None:
+    if early_stopping not in _EARLY_STOPPING:
+        words = ", ".join(_EARLY_STOPPING)
+        raise ConfigError(f"--early-stopping must be one of {words}, got {early_stopping!r}")
+    if beam_width is None:
+        for option, is_used in (
+            ("--length-penalty", length_penalty != 1.0),
+            ("--early-stopping", early_stopping != "false"),
+        ):
+            if is_used:
+                raise ConfigError(f"{option} needs --beam-width; send it or leave {option} out")
+
+
 def _beams(beams: Sequence[Beam]) -> dict[str, Any]:
     return {"beams": [asdict(beam) for beam in beams]} if beams else {}
 
 
 @app.command()
 def chat(
+    context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
     url: Annotated[
         str | None,
@@ -307,9 +292,10 @@ def chat(
 ) -> None:
     """Talk with a model; /help lists what a line may begin with."""
     with readable_errors():
-        from octavo.chat import Conversation, run, server_answer
+        from octavo.chat import Conversation, check_server, run, server_answer
 
         if url is not None:
+            check_server(url)
             limit = {} if max_tokens is None else {"max_tokens": max_tokens}
             answer = server_answer(
                 url, model, api_key, temperature=temperature, top_p=top_p, **limit
@@ -319,17 +305,7 @@ def chat(
             from octavo.engine.llm import LLM
 
             params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
-            llm = LLM(
-                model,
-                dtype=dtype,
-                weights=weights,
-                kv_dtype=kv_dtype,
-                kv_memory=kv_memory,
-                max_model_len=max_model_len,
-                threads=threads,
-                device=device,
-                max_num_seqs=1,
-            )
+            llm = LLM(**options.engine_options(context), max_num_seqs=1)
 
             def answer(messages: list[dict[str, str]]) -> Iterator[str]:
                 return llm.stream_chat(messages, params)
@@ -341,7 +317,10 @@ def chat(
             sys.stdout.write(text)
             sys.stdout.flush()
 
-        run(Conversation(answer, system), read, write)
+        num_refused = run(Conversation(answer, system), read, write)
+        # Nobody reads the terminal where lines come from a file.
+        if num_refused and not sys.stdin.isatty():
+            raise typer.Exit(1)
 
 
 @app.command()
@@ -361,7 +340,7 @@ app.command()(plan)
 
 
 def main() -> None:
-    """The entry point of the `octavo` command."""
+    """Run the command; `octavo.__main__` is where a shell enters."""
     app()
 
 

@@ -15,7 +15,9 @@ DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-KV_MANAGERS = ("paged", "virtual")
+KV_MANAGERS = ("paged", "virtual", "contiguous")
+RESERVES = ("max", "pow2", "oracle")
+SCHEDULERS = ("continuous", "static")
 BLOCK_SIZE = 16
 WEIGHT_MODES = ("auto", "bf16", "fp8", "int8", "int4")
 KV_DTYPES = ("auto", "bf16", "fp16", "fp8")
@@ -31,9 +33,16 @@ ATTENTION_BACKENDS = (
     "stock",
     "mixed",
 )
-# Which read slots, and which block tables; of the others there is one for each.
-_OVER_SLOTS = ("contiguous", "stock", "mixed")
+# Which read slots, contiguous addresses of any kind, and block tables.
+_OVER_SLOTS = ("stock", "mixed")
+_OVER_ADDRESSES = ("contiguous",)
 _OVER_TABLES = ("compiled", "gather")
+_DOES_NOT_GO_WITH = {
+    "paged": (*_OVER_SLOTS, *_OVER_ADDRESSES),
+    "virtual": _OVER_TABLES,
+    # Its block tables are true ones, of consecutive blocks.
+    "contiguous": _OVER_SLOTS,
+}
 DEVICES = ("auto", "cpu", "cuda")
 
 # What the same is called elsewhere.
@@ -105,7 +114,12 @@ class EngineConfig:
     ``depth`` is the number of steps in flight: 1 is synchronous, 2 plans a step while another
     runs, None lets the device decide.
     ``kv`` says how attention finds a sequence's blocks: ``paged`` looks them up in its block table,
-    ``virtual`` has the driver map them at contiguous addresses. ``block_size`` is the tokens in a
+    ``virtual`` has the driver map them at contiguous addresses. ``contiguous`` is what engines had
+    before either, to measure against: each sequence gets one run of the pool when it is admitted,
+    nothing is shared, cached or preempted, and ``reserve`` says how long a run: ``max`` (also
+    where it is None), the model's longest sequence, ``pow2``, the prompt and the output rounded up
+    to a power of two, or ``oracle``, what the request will need. ``scheduler`` is ``continuous``,
+    or ``static``: nobody joins a batch until all of it has ended. ``block_size`` is the tokens in a
     block; None takes ``BLOCK_SIZE``, or more where only more can be mapped. ``map_forks`` says
     whether under ``virtual`` samples and beams are mapped in slots of their own, or read through
     their block tables; None takes what costs less on the device.
@@ -128,11 +142,13 @@ class EngineConfig:
     dtype: str = "auto"
     weights: str = "auto"
     kv: str = "paged"
+    reserve: str | None = None
     kv_dtype: str = "auto"
     block_size: int | None = None
     kv_memory: str = "auto"
     prefix_caching: bool = True
     sharing: bool = True
+    scheduler: str = "continuous"
     preemption: str = "recompute"
     swap_memory: str = "0"
     max_model_len: int | None = None
@@ -153,6 +169,9 @@ class EngineConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("weights", self.weights, WEIGHT_MODES)
         _choice("kv", self.kv, KV_MANAGERS)
+        if self.reserve is not None:
+            _choice("reserve", self.reserve, RESERVES)
+        _choice("scheduler", self.scheduler, SCHEDULERS)
         object.__setattr__(self, "kv_dtype", KV_DTYPE_ALIASES.get(self.kv_dtype, self.kv_dtype))
         _choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _choice("attention", self.attention, ATTENTION_BACKENDS)
@@ -171,11 +190,20 @@ class EngineConfig:
         _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _range("depth", self.depth, 1, 2)
         _range("threads", self.threads, 1, 1024)
-        if self.attention in (_OVER_TABLES if self.kv == "virtual" else _OVER_SLOTS):
+        if self.attention in _DOES_NOT_GO_WITH[self.kv]:
             raise ConfigError(
                 f"attention={self.attention} does not go with kv={self.kv}: "
-                f"{', '.join(_OVER_SLOTS)} read slots, which only kv=virtual has, and "
-                f"{', '.join(_OVER_TABLES)} read block tables; use attention=auto"
+                f"{', '.join(_OVER_SLOTS)} read slots, which only kv=virtual has, "
+                f"{', '.join(_OVER_ADDRESSES)} reads contiguous addresses, which kv=paged has not, "
+                f"and {', '.join(_OVER_TABLES)} read block tables; use attention=auto"
+            )
+        if self.reserve is not None and self.kv != "contiguous":
+            raise ConfigError(
+                f"reserve is for kv=contiguous: kv={self.kv} takes blocks as they are needed"
+            )
+        if self.kv == "contiguous" and parse_size("swap_memory", self.swap_memory):
+            raise ConfigError(
+                "kv=contiguous never preempts, so there is nothing to swap: leave out swap_memory"
             )
         if self.map_forks is not None and self.kv != "virtual":
             raise ConfigError("map_forks is for kv=virtual: there are no slots to map otherwise")

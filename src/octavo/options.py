@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import fields
+from typing import Annotated, Any
 
 import typer
 
 from octavo.config import EngineConfig
 
 DEFAULTS = EngineConfig()
+_ENGINE_FIELDS = frozenset(field.name for field in fields(EngineConfig))
 _ENGINE = "Engine"
 
 Model = Annotated[str, typer.Argument(help="A name, a directory or a GGUF file.")]
@@ -46,7 +48,24 @@ KV = Annotated[
     str,
     typer.Option(
         help="How attention finds blocks: paged (in block tables) or virtual (mapped at contiguous "
-        "addresses by the driver).",
+        "addresses by the driver); contiguous, to compare with: one run for each sequence.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        help="Under contiguous, what a sequence is given at admission: max (the longest sequence), "
+        "pow2 (prompt, and output rounded up to a power of two) or oracle (what it will need) "
+        "[default: max].",
+        rich_help_panel=_ENGINE,
+    ),
+]
+SchedulerMode = Annotated[
+    str,
+    typer.Option(
+        "--scheduler",
+        help="continuous, or static, to compare with: nobody joins a batch until all of it ended.",
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -153,3 +172,9 @@ MapForks = Annotated[
     ),
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def engine_options(context: typer.Context) -> dict[str, Any]:
+    """Those of a command's options that are the engine's, by the names of `EngineConfig`: a command
+    lists them as parameters, and that is all it does about them."""
+    return {name: value for name, value in context.params.items() if name in _ENGINE_FIELDS}

@@ -88,7 +88,7 @@ def test_make_knows_the_test_target() -> None:
 def test_octavo_commands_run(command: str) -> None:
     arguments = shlex.split(command)[1:]
     done = subprocess.run(
-        [sys.executable, "-m", "octavo.cli", *arguments],
+        [sys.executable, "-m", "octavo", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

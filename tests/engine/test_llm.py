@@ -17,7 +17,7 @@ import torch
 
 from engine.tiny_engine import is_idle, make_llm, pool, save_gguf, save_llama
 from execution.models.tiny_models import tiny_llama
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import IntArray, StepPlan, StepResult
 from octavo.core.request import ContextLengthError, FinishReason, RequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm import LLM, Completion
@@ -556,7 +556,7 @@ def test_a_failed_step_ends_its_requests_only(
         assert llm.generate(TEXTS, GREEDY) == expected
 
 
-def test_logits_that_are_no_numbers_fail_the_step(
+def test_logits_that_are_no_numbers_fail_their_request(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = llm.generate(TEXTS[:3], GREEDY)
@@ -570,8 +570,40 @@ def test_logits_that_are_no_numbers_fail_the_step(
             assert result.token_ids == ()
             assert result.text == ""
             assert result.error is not None
-            assert "logits of 1 of 1 sequences are not finite" in result.error
+            assert "the logits of the sequence are not finite" in result.error
     assert llm.generate(TEXTS[:3], GREEDY) == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_without_numbers_fails_alone(
+    gguf: Path, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else its request asks for, and though a step more of it may be under way."""
+    kinds = (
+        GREEDY,
+        SamplingParams(top_p=0.5, seed=1, logprobs=2),
+        SamplingParams(presence_penalty=1.0, bad_words=("x y",), temperature=0),
+        SamplingParams(use_beam_search=True, beam_width=2, temperature=0),
+    )
+    long = "a" * 45  # nobody else comes so far
+    with make_llm(gguf, depth=depth, max_num_seqs=8) as llm:
+        expected = llm.generate(TEXTS[:3], GREEDY)
+        sampler = llm._core.executor._runner.sampler  # type: ignore[attr-defined]
+        sample = sampler.sample
+
+        def spoiled(logits: torch.Tensor, rows: IntArray, indices: IntArray) -> IntArray:
+            logits[torch.from_numpy(indices == len(long) + 3)] = torch.nan
+            found: IntArray = sample(logits, rows, indices)
+            return found
+
+        monkeypatch.setattr(sampler, "sample", spoiled)
+        for params in kinds:
+            *others, last = llm.generate([*TEXTS[:3], long], [GREEDY] * 3 + [params])
+            assert others == expected
+            assert last.finish_reason is FinishReason.ERROR
+            assert last.error is not None
+            assert "the logits of the sequence are not finite" in last.error
+            assert is_idle(llm)
 
 
 def test_weights_that_are_no_numbers_do_not_haunt_the_cache(

@@ -10,7 +10,9 @@ from octavo.core.plan import KVCommand, MapBlocks, StepPlan
 from octavo.core.request import BeamResult, Finished, RegisteredPrefix, Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
+from octavo.memory.contiguous import ContiguousManager
 from octavo.memory.paged import PagedManager
+from octavo.memory.reservation import Reservation
 from octavo.memory.virtual import VirtualManager
 from octavo.scheduling.preemption import PreemptionPolicy
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -95,6 +97,8 @@ class Harness:
         kv: str | None = None,
         max_mapped_blocks: int | None = None,
         max_blocks: int | None = 200,
+        reserve: str | None = None,
+        is_static: bool = False,
     ) -> None:
         options: dict[str, Any] = {
             "prefix_caching": prefix_caching,
@@ -102,8 +106,12 @@ class Harness:
             "sharing": sharing,
         }
         self.mmu: ToyMMU | None = None
-        self.manager = PagedManager(num_blocks, block_size, max_num_seqs, **options)
-        if (kv or self.kv) != "paged":
+        self.manager: Any = PagedManager(num_blocks, block_size, max_num_seqs, **options)
+        if reserve is not None:
+            self.manager = ContiguousManager(
+                num_blocks, block_size, max_num_seqs, Reservation(reserve, max_model_len)
+            )
+        elif (kv or self.kv) != "paged":
             num_places = num_blocks_for(max_model_len, block_size)
             limit = max_mapped_blocks or max_num_seqs * num_places
             self.mmu = ToyMMU(max_num_seqs, limit)
@@ -119,6 +127,7 @@ class Harness:
             max_queued_requests=max_queued_requests,
             preemption=PreemptionPolicy(mode=preemption),
             max_blocks=max_blocks,
+            is_static=is_static,
         )
         self.scheduler = Scheduler(config, self.manager)
         self.executor = ToyExecutor(num_blocks, block_size, max_num_seqs, eager=eager, mmu=self.mmu)
@@ -169,5 +178,7 @@ class Harness:
         num_kept = self.manager.num_pinned_blocks
         assert self.manager.num_free_blocks == self.manager.num_usable_blocks - num_kept
         assert self.scheduler.rows.num_used == 0
+        if isinstance(self.manager, ContiguousManager):
+            return
         space = self.manager.swap_space
         assert space.num_free == space.num_blocks, "host blocks are left behind"

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.core.plan import NO_TOKEN, StepResult
 from octavo.core.request import ContextLengthError, FinishReason, QueueFullError
 from octavo.memory.paged import PagedManager
 from octavo.scheduling.scheduler import SchedulerConfig
@@ -139,6 +140,32 @@ def test_a_failed_step_fails_its_requests_and_nothing_else(depth: int) -> None:
         assert harness.finished[number].reason is FinishReason.ERROR
         assert "step 4" in (harness.finished[number].error or "")
     assert harness.tokens[2] == expected_tokens([3] * 3, 10)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_row_without_a_token_ends_alone(depth: int, step: int) -> None:
+    """Prompts of a block and more: what the row has published must not be hit."""
+    harness = Harness(depth=depth, prefix_caching=True)
+    collect = harness.executor.collect
+
+    def spoiled() -> StepResult:
+        result = collect()
+        if result.step_id == step:
+            result.token_ids[1] = NO_TOKEN
+        return result
+
+    harness.executor.collect = spoiled  # type: ignore[method-assign]
+    prompts = [[i + 1] * 9 for i in range(3)]
+    harness.add(*(request(i, prompt, 10) for i, prompt in enumerate(prompts)))
+    harness.run()
+    assert harness.finished[1].reason is FinishReason.ERROR
+    assert "not finite" in (harness.finished[1].error or "")
+    for number in (0, 2):
+        assert harness.tokens[number] == expected_tokens(prompts[number], 10)
+    harness.add(request(3, prompts[1], 10))
+    harness.run()
+    assert harness.tokens[3] == expected_tokens(prompts[1], 10)
 
 
 def test_steady_decode_is_planned_by_what_changed() -> None:

@@ -169,6 +169,15 @@ def test_more_beams_than_run_at_once(tiny_model: Path) -> None:
         server.stop()
 
 
+def test_a_word_that_is_none_is_refused_with_those_that_are(server: TinyServer) -> None:
+    body = {"prompt": "x", "use_beam_search": True, "early_stopping": "always"}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "early_stopping"
+    assert "must be true, false or \"never\", got 'always'" in error["message"]
+
+
 def test_a_client_that_leaves_ends_the_search(server: TinyServer) -> None:
     body = {
         "model": "tiny",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -206,7 +207,9 @@ def test_an_answer_that_nobody_reads_does_not_keep_its_connection() -> None:
     run(test())
 
 
-def test_more_connections_than_allowed_are_503_and_twice_as_many_are_cut_off() -> None:
+def test_more_connections_than_allowed_are_503_and_twice_as_many_are_cut_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test() -> None:
         async with serving(max_connections=2, client_timeout_s=100) as (_, connect, server):
             kept = [await connect() for _ in range(2)]
@@ -221,8 +224,16 @@ def test_more_connections_than_allowed_are_503_and_twice_as_many_are_cut_off() -
             cut_off, _ = await connect()
             with suppress(ConnectionResetError):
                 assert await cut_off.read() == b""
+            again, _ = await connect()
+            with suppress(ConnectionResetError):
+                assert await again.read() == b""
             reader, writer = kept[0]
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             assert b"200" in await reader.readline()
 
-    run(test())
+    with caplog.at_level(logging.INFO):
+        run(test())
+    lines = [record for record in caplog.records if record.name == "octavo.server.gate"]
+    assert [(line.getMessage(), line.status) for line in lines] == [("GET /", 503)]  # type: ignore[attr-defined]
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "twice --max-connections: 1 were cut off" in warning.getMessage()

@@ -91,6 +91,8 @@ USER = {"role": "user", "content": "hi"}
         (CHAT, {"messages": [USER], "logprobs": 1}, "logprobs"),
         (CHAT, {"messages": [USER], "prompt_logprobs": 1}, "prompt_logprobs"),
         (CHAT, {"messages": [USER], "best_of": 1, "bad_words": [""]}, "bad_words"),
+        (CHAT, {"messages": [USER], "n": 2, "best_of": 1}, "best_of"),
+        (CHAT, {"messages": [USER], "best_of": 2, "stream": True}, "best_of"),
         (CHAT, {"messages": [USER], "presence_penalty": 2.1}, "presence_penalty"),
         (COMPLETIONS, {"prompt": "x", "frequency_penalty": -2.1}, "frequency_penalty"),
         (COMPLETIONS, {"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),

@@ -331,6 +331,27 @@ def test_the_best_of_several_are_those_with_the_highest_mean(client: openai.Open
     assert plain[0].logprobs is None
 
 
+def test_chat_takes_the_best_of_several_too(client: openai.OpenAI) -> None:
+    options = GREEDY | {"temperature": 1.0, "seed": 11, "logprobs": True, "messages": MESSAGES}
+
+    def ask(n: int, **extra: Any) -> Any:
+        extra["ignore_eos"] = True
+        return client.chat.completions.create(n=n, extra_body=extra, **options)
+
+    def mean(choice: Any) -> float:
+        values = [entry.logprob for entry in choice.logprobs.content]
+        return float(sum(values) / len(values))
+
+    ranked = sorted(ask(5).choices, key=mean, reverse=True)
+    best = ask(2, best_of=5)
+    assert [c.message.content for c in best.choices] == [c.message.content for c in ranked[:2]]
+    assert best.usage.completion_tokens == 5 * 8
+    options["logprobs"] = False
+    plain = ask(2, best_of=5).choices
+    assert [c.message.content for c in plain] == [c.message.content for c in ranked[:2]]
+    assert plain[0].logprobs is None
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -48,6 +49,31 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     runner.invoke(app, ["serve", "model", "--api-key", "one", "--api-key", "two"])
     assert seen[0] == expected
     assert seen[1].api_keys == ("one", "two")
+
+
+def test_every_option_of_the_engine_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each field has its option, with the field's own default."""
+    seen: list[EngineConfig] = []
+    monkeypatch.setattr(run, "serve", lambda engine, server: seen.append(engine) or 0)
+    options = (
+        "--device cpu --load-format dummy --dtype float32 --weights int8 --kv virtual "
+        "--kv-dtype bf16 --block-size 32 --kv-memory 1GiB --no-prefix-caching --no-sharing "
+        "--preemption swap --swap-memory 1MiB --max-model-len 128 --max-num-seqs 3 "
+        "--max-num-batched-tokens 64 --max-queued-requests 5 --depth 2 --threads 1 "
+        "--deterministic --attention contiguous --no-map-forks --scheduler static"
+    )
+    runner = CliRunner()
+    result = runner.invoke(app, ["serve", "model", *options.split()])
+    assert (result.exit_code, result.output) == (0, "")
+    assert runner.invoke(app, ["serve"]).exit_code == 0
+    # The one that goes with another manager only.
+    reserving = runner.invoke(app, ["serve", "--kv", "contiguous", "--reserve", "oracle"])
+    assert reserving.exit_code == 0, reserving.output
+    given, default, other = seen
+    assert default == EngineConfig()
+    assert other.reserve == "oracle"
+    same = [f.name for f in fields(given) if getattr(given, f.name) == getattr(default, f.name)]
+    assert same == ["reserve"]
 
 
 @pytest.mark.parametrize(

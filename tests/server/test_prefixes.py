@@ -60,6 +60,11 @@ def num_pinned_blocks(server: TinyServer) -> float:
     return server.metrics()["octavo_num_pinned_blocks"]
 
 
+def num_ends(server: TinyServer) -> dict[str, float]:
+    prefix = "octavo_request_success_total"
+    return {name: n for name, n in server.metrics().items() if name.startswith(prefix)}
+
+
 def test_files_are_registered_before_the_first_request(own: TinyServer) -> None:
     text, chat = listed(own)[:2]
     assert text["num_tokens"] == len(TEXT)
@@ -129,10 +134,12 @@ def test_a_refusal_names_the_field(
     own: TinyServer, body: dict[str, Any], param: str, word: str
 ) -> None:
     before = listed(own)
+    ends = num_ends(own)
     error = post(own, "/prefixes", body, 400)
     assert error["param"] == param
     assert word in error["message"]
     assert listed(own) == before
+    assert num_ends(own) == ends, "nothing that a client asked for has ended, or failed"
     post(own, "/prefixes", {"prompt": TEXT, "model": "other"}, 404)
 
 
@@ -157,6 +164,15 @@ def test_a_json_file_may_say_all_that_the_endpoint_takes(tmp_path: Path) -> None
     path.write_text(json.dumps({"messages": [SYSTEM], "cache_salt": "a"}))
     (body,) = read_prefix_files(EngineConfig(), [str(path)])
     assert (body.messages, body.cache_salt) == ([SYSTEM], "a")
+
+
+@pytest.mark.parametrize("name", ["chat.json", "text.txt"])
+def test_a_byte_order_mark_is_no_part_of_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps([SYSTEM]) if name == "chat.json" else TEXT, encoding="utf-8-sig")
+    (body,) = read_prefix_files(EngineConfig(), [str(path)])
+    expected = ([SYSTEM], None) if name == "chat.json" else (None, TEXT)
+    assert (body.messages, body.prompt) == expected
 
 
 @pytest.mark.parametrize(

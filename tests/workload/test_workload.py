@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from octavo.memory.paged import PagedManager
 from octavo.workload.arrivals import arrival_times, rescaled
 from octavo.workload.items import WorkItem, WorkloadError
 from octavo.workload.prompts import prompt_token_ids
@@ -113,6 +114,20 @@ def test_prompts_share_what_their_hashes_share() -> None:
     assert max(p.max() for p in prompts) < 500
     again = prompt_token_ids(items[2], 2, lowest=10, highest=500)
     assert np.array_equal(again, prompts[2])
+
+
+def test_a_traces_hashes_hit_the_prefix_cache(tmp_path: Path) -> None:
+    """What two requests share is shared in blocks: 512 tokens, then 188 of the first's second."""
+    items = load_trace(write(tmp_path, TRACES["mooncake"]))
+    manager = PagedManager(200, 16, 4, prefix_caching=True)
+    cached = []
+    for row, item in enumerate([*items, items[0]]):
+        prompt = prompt_token_ids(item, row, lowest=0, highest=1000).astype(np.int32)
+        admission = manager.admit(row, prompt)
+        assert admission is not None
+        cached.append(admission.num_cached_tokens)
+        manager.publish(row, prompt)
+    assert cached == [0, 512, 688]
 
 
 def test_a_workload_of_fixed_lengths() -> None:

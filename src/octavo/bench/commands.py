@@ -9,6 +9,16 @@ import typer
 
 from octavo import options
 from octavo.bench import gpu_commands
+from octavo.bench.paper.command import paper
+from octavo.bench.serve import command as serve_command
+from octavo.bench.workload_options import (
+    InputLen,
+    MaxTotalLen,
+    NumRequests,
+    OutputLen,
+    Seed,
+    Trace,
+)
 from octavo.config import DEFAULT_MODEL
 from octavo.options import DEFAULTS
 from octavo.terminal import print_json, readable_errors
@@ -18,28 +28,8 @@ bench_app = typer.Typer(
 )
 
 gpu_commands.add_to(bench_app)
-
-_WORK = "Workload"
-Trace = Annotated[
-    str | None,
-    typer.Option(
-        help="A trace (Azure, BurstGPT, Mooncake) or a table of lengths (ShareGPT, Vidur); "
-        "without one lengths are fixed.",
-        rich_help_panel=_WORK,
-    ),
-]
-NumRequests = Annotated[int, typer.Option(help="How many requests.", rich_help_panel=_WORK)]
-InputLen = Annotated[
-    int, typer.Option(help="Prompt tokens, without a trace.", rich_help_panel=_WORK)
-]
-OutputLen = Annotated[
-    int, typer.Option(help="Output tokens, without a trace.", rich_help_panel=_WORK)
-]
-MaxTotalLen = Annotated[
-    int | None,
-    typer.Option(help="Leave out longer requests of a trace.", rich_help_panel=_WORK),
-]
-Seed = Annotated[int, typer.Option(help="Makes the workload repeatable.", rich_help_panel=_WORK)]
+bench_app.command("paper")(paper)
+serve_command.add_to(bench_app)
 
 
 @bench_app.command("simulator")
@@ -212,6 +202,7 @@ def sharing(
 
 @bench_app.command("throughput")
 def throughput(
+    context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
     trace: Trace = None,
     num_requests: NumRequests = 64,
@@ -222,6 +213,11 @@ def throughput(
     load_format: options.LoadFormat = DEFAULTS.load_format,
     dtype: options.Dtype = DEFAULTS.dtype,
     weights: options.Weights = DEFAULTS.weights,
+    kv: options.KV = DEFAULTS.kv,
+    reserve: options.Reserve = DEFAULTS.reserve,
+    scheduler: options.SchedulerMode = DEFAULTS.scheduler,
+    attention: options.Attention = DEFAULTS.attention,
+    max_model_len: options.MaxModelLen = None,
     kv_memory: options.KVMemory = DEFAULTS.kv_memory,
     sharing: options.Sharing = DEFAULTS.sharing,
     max_num_seqs: options.MaxNumSeqs = DEFAULTS.max_num_seqs,
@@ -238,20 +234,7 @@ def throughput(
         from octavo.engine.llm import LLM
         from octavo.workload.workload import make_workload
 
-        with LLM(
-            model,
-            load_format=load_format,
-            dtype=dtype,
-            weights=weights,
-            kv_memory=kv_memory,
-            sharing=sharing,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            threads=threads,
-            device=device,
-            deterministic=deterministic,
-            depth=depth,
-        ) as llm:
+        with LLM(**options.engine_options(context)) as llm:
             items = make_workload(
                 trace=trace,
                 num_requests=num_requests,
@@ -274,6 +257,7 @@ def throughput(
 
 @bench_app.command("latency")
 def latency(
+    context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
     batch_size: Annotated[int, typer.Option(help="Requests in the batch.")] = 1,
     input_len: InputLen = 32,
@@ -298,16 +282,11 @@ def latency(
         items = make_workload(
             trace=None, num_requests=batch_size, input_len=input_len, output_len=output_len
         )
+        # Every round runs the same prompts.
         with LLM(
-            model,
-            load_format=load_format,
-            dtype=dtype,
-            weights=weights,
+            **options.engine_options(context),
             max_num_seqs=max(batch_size, 1),
-            prefix_caching=False,  # every round runs the same prompts
-            threads=threads,
-            device=device,
-            depth=depth,
+            prefix_caching=False,
         ) as llm:
             report = latency(llm, items, rounds=max(rounds, 1), warmups=warmups, seed=seed)
         if as_json:
@@ -318,73 +297,3 @@ def latency(
             f"batch of {batch_size}: mean {figures['mean']:.1f} ms, p50 {figures['p50']:.1f}, "
             f"p99 {figures['p99']:.1f}; {report['output_tokens_per_second']:.1f} output tokens/s"
         )
-
-
-@bench_app.command("serve")
-def serve(
-    url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = (
-        "http://127.0.0.1:8000"
-    ),
-    model: Annotated[
-        str | None, typer.Option(help="The model's name [default: the first it lists].")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's API key.")] = None,
-    trace: Trace = None,
-    num_requests: NumRequests = 64,
-    input_len: InputLen = 64,
-    output_len: OutputLen = 48,
-    max_total_len: MaxTotalLen = None,
-    arrivals: Annotated[
-        str,
-        typer.Option(
-            help="poisson, gamma, constant, all-at-once, or trace: the trace's own.",
-            rich_help_panel=_WORK,
-        ),
-    ] = "poisson",
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second.", rich_help_panel=_WORK)
-    ] = 1.0,
-    cv: Annotated[float, typer.Option(help="Burstiness of gamma arrivals; 1 is Poisson.")] = 1.0,
-    highest_token_id: Annotated[
-        int, typer.Option(help="Prompts are random token ids from 100 up to this.")
-    ] = 1000,
-    slo: Annotated[
-        str, typer.Option(help="Objectives for goodput, such as ttft=200ms,itl=50ms.")
-    ] = "",
-    seed: Seed = 0,
-    as_json: options.AsJSON = False,
-) -> None:
-    """Open-loop load against a server: TTFT, inter-token and end-to-end latency, goodput."""
-    with readable_errors():
-        import asyncio
-
-        from octavo.bench import serve
-        from octavo.workload.workload import make_workload
-
-        items = make_workload(
-            trace=trace,
-            num_requests=num_requests,
-            input_len=input_len,
-            output_len=output_len,
-            arrivals=arrivals,
-            rate=rate,
-            cv=cv,
-            max_total_len=max_total_len,
-            seed=seed,
-        )
-        objectives = serve.parse_slo(slo)
-        report = asyncio.run(
-            serve.run(
-                url,
-                items,
-                model=model,
-                api_key=api_key,
-                highest_token_id=highest_token_id,
-                slo=objectives,
-                seed=seed,
-            )
-        )
-        if as_json:
-            print_json(report)
-            return
-        typer.echo(serve.table(report))

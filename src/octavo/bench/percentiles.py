@@ -10,11 +10,16 @@ _PERCENTILES = (50, 90, 95, 99)
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
-    """Mean, minimum, maximum and percentiles; empty for no samples."""
+    """Mean, standard deviation, minimum, maximum and percentiles; empty for no samples."""
     if not samples:
         return {}
     values = np.asarray(samples, dtype=np.float64)
-    result = {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
+    result = {
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "min": float(values.min()),
+        "max": float(values.max()),
+    }
     for percentile in _PERCENTILES:
         result[f"p{percentile}"] = float(np.percentile(values, percentile))
     return result

@@ -52,7 +52,7 @@ _VOCAB = 32000
 _LOOK_EVERY = 4
 # Of the pool, on average, where requests arrive one by one: about as much as can be had without
 # preemption.
-_LOAD = 0.6
+LOAD = 0.6
 # Requests for the real model are short, so that a CPU is done in minutes.
 _MODEL_MAX_LEN = 640
 _MODEL_REQUESTS_AT_ONCE = 8
@@ -86,7 +86,7 @@ def run(
         {
             "decoding": kind,
             "width": width,
-            **policy_saving(items, width, kind == "beam", load=_LOAD, seed=seed),
+            **policy_saving(items, width, kind == "beam", load=LOAD, seed=seed),
             "saturated": policy_saving(items, width, kind == "beam", seed=seed),
         }
         for kind in ("parallel", "beam")
@@ -95,7 +95,7 @@ def run(
     report: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
         "pool_blocks": _POOL_BLOCKS,
-        "load": _LOAD,
+        "load": LOAD,
         "num_requests": num_requests,
         "lengths": "ShareGPT" if trace is None else trace,
         "paper": PAPER,
@@ -308,17 +308,19 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         f"blocks of {report['block_size']} saved by sharing, {report['num_requests']} requests of "
         f"{report['lengths']} lengths, scheduler and manager over a simulated executor:",
-        f"one by one, for {100 * report['load']:.0f} % of {report['pool_blocks']} blocks; "
-        "and all at once",
-        f"{'decoding':<10} {'width':>5} {'saved %':>9} {'at once %':>14} {'preempted':>10}   paper",
+        f"saved: arriving one by one, at which samples need {100 * report['load']:.0f} % of the "
+        f"pool of {report['pool_blocks']} blocks; at once: all submitted together, with their "
+        "preemptions; paper: its range for widths 2 to 6",
+        f"{'decoding':<10} {'width':>5} {'saved, %':>9} {'at once, %':>11} {'preemptions':>12}   "
+        "paper, %",
     ]
     for figure in report["policy"]:
         low, high = report["paper"]["ShareGPT"][figure["decoding"]]
         lines.append(
             f"{figure['decoding']:<10} {figure['width']:>5} {figure['saved_percent']:>9.1f} "
-            f"{figure['saturated']['saved_percent']:>14.1f} "
-            f"{figure['saturated']['num_preemptions']:>10}   "
-            f"{low} to {high} (ShareGPT, 2 to 6)"
+            f"{figure['saturated']['saved_percent']:>11.1f} "
+            f"{figure['saturated']['num_preemptions']:>12}   "
+            f"{low} to {high} on ShareGPT"
         )
     if (model := report.get("model")) is not None:
         lines.append(

@@ -313,11 +313,16 @@ class ResizedBlocks:
     error: str | None = None
 
 
+# In place of a sampled token: the row's logits were not finite, so that there is none.
+NO_TOKEN = -1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """``token_ids[i]`` was sampled for ``plan.sampled_rows()[i]``; ``finished_transfers`` are the
-    swaps whose blocks have arrived. ``logprobs`` and ``prompt_logprobs`` are for the rows that
-    asked. ``resized`` answers a plan that resizes the pool."""
+    """``token_ids[i]`` was sampled for ``plan.sampled_rows()[i]``, or is `NO_TOKEN`;
+    ``finished_transfers`` are the swaps whose blocks have arrived. ``logprobs`` and
+    ``prompt_logprobs`` are for the rows that asked. ``resized`` answers a plan that resizes the
+    pool."""
 
     step_id: int
     token_ids: IntArray
@@ -325,6 +330,11 @@ class StepResult:
     logprobs: StepLogprobs | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     resized: ResizedBlocks | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every sampled row has a token."""
+        return bool((self.token_ids != NO_TOKEN).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +356,9 @@ class KVUsage:
 
     ``live`` slots hold a token's keys and values (a shared block counts once), ``cached`` ones
     hold a prefix that no sequence references, pinned or not, ``reserved`` ones are kept for tokens
-    that are known but not computed yet, ``internal_waste`` is the unused rest of allocated blocks,
-    ``external_waste`` is free but cannot be allocated, ``free`` is the rest.
+    that are known but not computed yet (where all of a sequence is reserved: that it will have),
+    ``internal_waste`` is the unused rest of allocated blocks, ``external_waste`` is free but cannot
+    be allocated, ``free`` is the rest.
     """
 
     capacity: int
@@ -357,6 +368,10 @@ class KVUsage:
     internal_waste: int
     external_waste: int
     free: int
+
+    def in_bytes(self, token_bytes: int) -> KVUsage:
+        """The same split in bytes, ``token_bytes`` a slot."""
+        return KVUsage(*(getattr(self, name) * token_bytes for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)

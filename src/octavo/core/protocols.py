@@ -16,6 +16,7 @@ from octavo.core.plan import (
     StepPlan,
     StepResult,
 )
+from octavo.core.request import Request
 
 Swapped: TypeAlias = Any
 """A sequence's blocks in host memory; opaque to everyone but the manager that made it."""
@@ -44,6 +45,11 @@ class KVManager(Protocol):
         """Whether sequences may have blocks in common for longer than a step."""
 
     @property
+    def reserves_ahead(self) -> bool:
+        """Whether a sequence has room from its admission on for all that it may become: `grow`
+        never lacks blocks, and those that will be forked are admitted, too, with their group."""
+
+    @property
     def num_free_blocks(self) -> int: ...
 
     @property
@@ -69,6 +75,9 @@ class KVManager(Protocol):
     ) -> list[int]:
         """The ``count`` rows that suit sequences beginning with ``token_ids`` best, best first."""
 
+    def num_blocks_needed(self, request: Request) -> int:
+        """Blocks that all sequences of the request take at their longest."""
+
     def can_never_fit(self, num_blocks: int) -> bool:
         """Whether the pool has fewer blocks than ``num_blocks`` beside the pinned ones, even when
         nothing runs."""
@@ -78,14 +87,17 @@ class KVManager(Protocol):
         row: int,
         token_ids: IntArray,
         *,
+        max_length: int | None = None,
         reserve: int = 0,
         salt: bytes = b"",
         use_cache: bool = True,
     ) -> Admission | None:
         """Take blocks for all of ``token_ids``, cached prefix first, leaving ``reserve`` free.
 
-        Only blocks published under the same ``salt`` are shared. Without ``use_cache`` nothing is
-        hit, and `publish` does nothing for the row. None means not now.
+        ``max_length`` is how many tokens the sequence has when it ends by length; whoever
+        `reserves_ahead` needs it, and takes blocks for all of them. Only blocks published under the
+        same ``salt`` are shared. Without ``use_cache`` nothing is hit, and `publish` does nothing
+        for the row. None means not now.
         """
 
     def publish(self, row: int, token_ids: IntArray) -> list[int]:
@@ -131,7 +143,8 @@ class KVManager(Protocol):
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
         """Let ``child`` share the blocks of the parent's first ``num_tokens`` tokens. Without
-        `sharing` only until the child grows, which then copies them all."""
+        `sharing` only until the child grows, which then copies them all; into blocks that it was
+        admitted with, where the manager `reserves_ahead`."""
 
     def swap_out(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[Swapped] | None:
         """Copy the blocks of each row's first ``num_tokens`` tokens to host memory, shared ones

@@ -11,10 +11,14 @@ from typing import Any
 
 from octavo.config import ConfigError, EngineConfig
 from octavo.core.layout import num_blocks_for
+from octavo.core.plan import KVCapacity
+from octavo.core.protocols import KVManager
 from octavo.engine.core import EngineCore
 from octavo.engine.mechanism import Mechanism, resolve_limits
 from octavo.engine.report import EngineReport
+from octavo.memory.contiguous import ContiguousManager
 from octavo.memory.paged import PagedManager
+from octavo.memory.reservation import Reservation
 from octavo.memory.virtual import VirtualManager
 from octavo.model_store import resolve_model
 from octavo.scheduling.preemption import PreemptionPolicy
@@ -67,15 +71,17 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         )
         mechanism = build_cpu.build_cpu(config, limits)
     capacity = mechanism.capacity
-    manager = _manager(config, limits.max_num_seqs, mechanism)
+    reservation = _reservation(config, limits.max_model_len, capacity)
+    manager = _manager(config, limits.max_num_seqs, mechanism, reservation)
     scheduler_config = SchedulerConfig(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
         max_queued_requests=config.max_queued_requests,
         preemption=_preemption_policy(config.preemption, mechanism),
-        finds_prefix_groups=mechanism.finds_prefix_groups and config.sharing,
+        finds_prefix_groups=mechanism.finds_prefix_groups and manager.sharing,
         max_blocks=capacity.max_blocks,
+        is_static=config.scheduler == "static",
     )
     core = EngineCore(Scheduler(scheduler_config, manager), mechanism.executor, limits.depth)
     report = EngineReport(
@@ -99,16 +105,27 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         load_s=time.perf_counter() - started,
         start_s={"import": import_s, **mechanism.start_s},
         memory=mechanism.memory,
-        sharing=config.sharing,
+        sharing=manager.sharing,
         kv=config.kv,
+        reserve=reservation and reservation.reserve,
+        scheduler=config.scheduler,
         kv_dtype=mechanism.kv_dtype,
         max_mapped_blocks=mechanism.slots and mechanism.slots.max_mapped_blocks,
     )
     return core, report
 
 
-def _manager(config: EngineConfig, max_num_seqs: int, mechanism: Mechanism) -> PagedManager:
+def _manager(
+    config: EngineConfig,
+    max_num_seqs: int,
+    mechanism: Mechanism,
+    reservation: Reservation | None,
+) -> KVManager:
     capacity = mechanism.capacity
+    if reservation is not None:
+        return ContiguousManager(
+            capacity.num_blocks, capacity.block_size, max_num_seqs, reservation
+        )
     options: dict[str, Any] = {
         "prefix_caching": config.prefix_caching,
         "num_host_blocks": capacity.num_host_blocks,
@@ -126,6 +143,24 @@ def _manager(config: EngineConfig, max_num_seqs: int, mechanism: Mechanism) -> P
         maps_forks=slots.maps_forks,
         **options,
     )
+
+
+def _reservation(
+    config: EngineConfig, max_model_len: int, capacity: KVCapacity
+) -> Reservation | None:
+    """What ``kv=contiguous`` gives each sequence."""
+    if config.kv != "contiguous":
+        return None
+    reservation = Reservation(config.reserve or "max", max_model_len)
+    num_blocks = capacity.num_blocks - 1
+    if reservation.longest(1, num_blocks, capacity.block_size) < 2:
+        needed = reservation.num_blocks(1, max_model_len, capacity.block_size)
+        raise ConfigError(
+            f"kv=contiguous with reserve={reservation.reserve} gives each sequence {max_model_len} "
+            f"tokens, a run of {needed} blocks, but the KV cache has {num_blocks}; lower "
+            f"max_model_len, or give kv_memory {(needed + 1) * capacity.block_bytes} bytes"
+        )
+    return reservation
 
 
 def _device(asked: str) -> str:

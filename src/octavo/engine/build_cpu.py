@@ -25,7 +25,7 @@ from octavo.engine.mechanism import Limits, Mechanism, SlotOptions, num_host_blo
 from octavo.engine.slots import build_slots, mappable_layout
 from octavo.execution import host
 from octavo.execution.arena import Arena
-from octavo.execution.attention.contiguous import ContiguousAttention
+from octavo.execution.attention.contiguous import ContiguousAttention, RunAttention
 from octavo.execution.executors.in_process import InProcessExecutor
 from octavo.execution.models.loading import load_model
 from octavo.execution.pages.interface import host_page_bytes
@@ -101,7 +101,7 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         available=host.available_bytes() - workspace_bytes,
         # Without a cache, more than all rows at their longest could never be used.
         most_tokens=None
-        if config.prefix_caching and config.sharing
+        if config.kv == "contiguous" or (config.prefix_caching and config.sharing)
         else limits.max_num_seqs * limits.max_model_len,
     )
     host_blocks = num_host_blocks(
@@ -120,7 +120,11 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         attention = ContiguousAttention(arena, model.num_heads, model.rope, sliding_window)
     else:
         arena = Arena(layout, num_blocks, model.dtype, host_blocks)
-        attention_name, attention = _attention(config.attention, arena, model, sliding_window)
+        if config.kv == "contiguous" and config.attention in ("auto", "contiguous"):
+            attention_name = "contiguous"
+            attention = RunAttention(arena, model.num_heads, model.rope, sliding_window)
+        else:
+            attention_name, attention = _attention(config.attention, arena, model, sliding_window)
     runner = Runner(
         model,
         arena,
@@ -238,6 +242,9 @@ def _warm_up(runner: Runner, num_tokens: int) -> None:
     """Run a chunk and a decode step once, so that no request pays for compiling kernels.
 
     They use row 0 and the first blocks, which the first sequence writes anew.
+
+    Raises:
+        FloatingPointError: the model computes no numbers.
     """
     arena = runner.arena
     num_blocks = arena.layout.num_blocks(num_tokens)
@@ -257,7 +264,8 @@ def _warm_up(runner: Runner, num_tokens: int) -> None:
     prefill = Batch.of(rows, int_array([len(token_ids)]), rows == 0)
     if len(token_ids):
         runner.run(StepPlan(step_id=0, batch=prefill, row_inits=(init,)))
-    runner.run(StepPlan(step_id=0, batch=Batch.decode(rows)))
+    if not runner.run(StepPlan(step_id=0, batch=Batch.decode(rows))).is_finite:
+        raise FloatingPointError("its logits are NaN or infinity")
     if isinstance(arena, VirtualArena):
         # The manager starts with slots that show nothing.
         arena.obey((MapBlocks(0 * places, places, 0 * places),))

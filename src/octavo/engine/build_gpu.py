@@ -344,7 +344,9 @@ def warm_up(runner: GPURunner, num_tokens: int) -> None:
     plan = StepPlan(step_id=0, batch=prefill, row_inits=(init,), commands=commands)
     runner.collect(runner.launch(plan))
     for _ in range(2):
-        runner.collect(runner.launch(StepPlan(step_id=0, batch=decode)))
+        result = runner.collect(runner.launch(StepPlan(step_id=0, batch=decode)))
+    if not result.is_finite:
+        raise StepError("its logits are NaN or infinity")
     _hide(runner, init)
 
 

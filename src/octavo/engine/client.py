@@ -232,7 +232,9 @@ class AsyncEngine:
                 f"max_queued_requests = {self.max_outstanding}); try again later"
             )
         self._next_number += request.num_sequences
-        states = states_of(request, self.tokenizer, self.observer)
+        # A registration is an administrator's: no client's request, and its refusal no failure.
+        observer = None if request.pins_prefix else self.observer
+        states = states_of(request, self.tokenizer, observer)
         self._send(AddRequest.of(request))
         self._outstanding.add(states)
         return [RequestStream(state, self._abort) for state in states]

@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo.core.plan import KVCapacity
 from octavo.engine.device_memory import DeviceMemory
+from octavo.memory.reservation import Reservation
 from octavo.scheduling.admission import Limits
 
 
@@ -37,6 +38,8 @@ class EngineReport:
     start_s: dict[str, float] = field(default_factory=dict)
     sharing: bool = True
     kv: str = "paged"
+    reserve: str | None = None
+    scheduler: str = "continuous"
     kv_dtype: str = "bfloat16"
     max_mapped_blocks: int | None = None
     memory: DeviceMemory | None = None
@@ -51,7 +54,13 @@ class EngineReport:
             self.max_num_seqs,
             self.sharing,
             self.max_mapped_blocks,
+            self.reservation,
         )
+
+    @property
+    def reservation(self) -> Reservation | None:
+        """What every sequence is given at admission; None: blocks as they are needed."""
+        return Reservation(self.reserve, self.max_model_len) if self.reserve else None
 
     @property
     def kv_bytes(self) -> int:
@@ -73,20 +82,21 @@ class EngineReport:
 
     def __str__(self) -> str:
         num_blocks = self.capacity.num_blocks - 1
+        kv = f"{self.kv}, reserve {self.reserve}" if self.reserve else self.kv
         lines = [
             f"{self.model}: {self.architecture}, {self.dtype} with {self.weights} weights on "
             f"{self.device} (threads {self.num_threads}, {self.attention} attention, depth "
             f"{self.depth}), ready in {self.load_s:.1f} s",
             f"Memory: weights {_size(self.weight_bytes)}, workspace {_size(self.workspace_bytes)}, "
             f"{self.kv_dtype} KV cache {_size(self.kv_bytes)} = {self.num_kv_tokens} tokens "
-            f"(blocks {num_blocks}, {self.capacity.block_size} tokens each), {self.kv}",
+            f"(blocks {num_blocks}, {self.capacity.block_size} tokens each), {kv}",
             f"Up to {self.max_num_seqs} sequences at once, of {self.max_model_len} tokens at most",
         ]
-        if self.num_kv_tokens + 1 < self.max_model_len:
-            lines[-1] += (
-                f"; longer than {self.num_kv_tokens + 1} are refused, for which kv_memory is too "
-                "small"
-            )
+        if self.scheduler != "continuous":
+            lines[-1] += f", in {self.scheduler} batches"
+        longest = self.limits.max_length
+        if longest < self.max_model_len:
+            lines[-1] += f"; longer than {longest} are refused, for which kv_memory is too small"
         if self.memory is not None:
             parts = " + ".join(
                 f"{name} {_size(value)}" for name, value in self.memory.parts().items()

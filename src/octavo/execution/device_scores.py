@@ -122,7 +122,7 @@ class DeviceScores:
             pending.sampled.append(group)
             for start in range(first, first + len(which), PROMPT_SLICE):
                 index = sent[start : min(start + PROMPT_SLICE, first + len(which))]
-                # Logits that are not finite have no token; their step fails when it is collected.
+                # Logits that are not finite have no token; their rows end when it is collected.
                 chosen = out.index_select(0, index).clamp_(min=0)
                 own = logits.index_select(0, index).float()
                 self._found.append(_packed(own, chosen, group.width))

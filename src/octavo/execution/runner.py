@@ -168,7 +168,8 @@ class Runner:
         if plan.fan_outs:
             logits = logits[torch.from_numpy(self._fan_out(plan))]
         tokens = self.sampler.sample(logits, rows, self.position[rows].astype(np.int64))
-        self.last_token[rows] = tokens
+        # A row without a token may be in the next step already, whose result is dropped.
+        self.last_token[rows] = np.maximum(tokens, 0)
         return tokens, self.sampler.logprobs(logits, rows, tokens)
 
     def _fan_out(self, plan: StepPlan) -> NDArray[np.int64]:

@@ -9,10 +9,14 @@ from itertools import chain
 from octavo.core.layout import num_blocks_for
 from octavo.core.plan import IntArray
 from octavo.memory.block_pool import BlockPool
+from octavo.memory.copies import CountedBlocks
 
 
 def check_references(
-    pool: BlockPool, tables: Sequence[list[int]], retained: Counter[int], pinned: Counter[int]
+    pool: CountedBlocks,
+    tables: Sequence[Sequence[int]],
+    retained: Counter[int],
+    pinned: Counter[int],
 ) -> None:
     """Raise AssertionError unless every reference is a table's, a copy's or a pin's."""
     references = Counter(chain.from_iterable(tables))

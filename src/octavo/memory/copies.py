@@ -6,15 +6,24 @@ Knows block ids; knows no sequences.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
 
 from octavo.core.plan import CopyBlocks, int_array
-from octavo.memory.block_pool import BlockPool
+
+
+class CountedBlocks(Protocol):
+    """Blocks with reference counts."""
+
+    references: list[int]
+
+    def release(self, block_ids: Sequence[int]) -> None: ...
 
 
 class Copies:
     """A copy's source keeps the reference of the table that named it until the copy is done."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: CountedBlocks) -> None:
         self._pool = pool
         self._waiting: list[tuple[int, int]] = []
         self.retained: Counter[int] = Counter()

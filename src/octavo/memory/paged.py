@@ -33,6 +33,7 @@ from octavo.core.plan import (
     TableDeltas,
     int_array,
 )
+from octavo.core.request import Request
 from octavo.memory.block_pool import BlockPool
 from octavo.memory.checks import check_references, check_tables
 from octavo.memory.copies import Copies
@@ -52,6 +53,7 @@ class PagedManager:
     """
 
     _takes_oldest = False
+    reserves_ahead = False
 
     def __init__(
         self,
@@ -110,6 +112,9 @@ class PagedManager:
         are any: to a block table all are alike."""
         return ()
 
+    def num_blocks_needed(self, request: Request) -> int:
+        return request.num_blocks(self.block_size, sharing=self.sharing)
+
     def can_never_fit(self, num_blocks: int) -> bool:
         return num_blocks > self.pool.num_usable - len(self._pins)
 
@@ -118,6 +123,7 @@ class PagedManager:
         row: int,
         token_ids: IntArray,
         *,
+        max_length: int | None = None,
         reserve: int = 0,
         salt: bytes = b"",
         use_cache: bool = True,

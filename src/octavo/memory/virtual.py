@@ -137,6 +137,7 @@ class VirtualManager(PagedManager):
         row: int,
         token_ids: IntArray,
         *,
+        max_length: int | None = None,
         reserve: int = 0,
         salt: bytes = b"",
         use_cache: bool = True,

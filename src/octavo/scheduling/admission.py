@@ -12,13 +12,15 @@ from octavo.core.layout import num_blocks_for
 from octavo.core.plan import KVCapacity
 from octavo.core.request import ContextLengthError, Request, RequestError
 from octavo.core.sampling_params import MAX_BEAM_TOKENS, MAX_BEAM_WIDTH, SamplingParams
+from octavo.memory.reservation import Reservation
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one engine can serve. ``num_kv_tokens`` is the whole pool, in tokens; ``sharing`` says
     whether sequences of a request have the prompt's blocks in common, ``max_mapped_blocks`` how
-    many blocks slots can show at once, where there are slots."""
+    many blocks slots can show at once, where there are slots, ``reservation`` what each sequence is
+    given whole, where it is."""
 
     vocab_size: int
     max_model_len: int
@@ -28,6 +30,7 @@ class Limits:
     max_num_seqs: int = 2**16
     sharing: bool = True
     max_mapped_blocks: int | None = None
+    reservation: Reservation | None = None
 
     @classmethod
     def of(
@@ -39,6 +42,7 @@ class Limits:
         max_num_seqs: int = 2**16,
         sharing: bool = True,
         max_mapped_blocks: int | None = None,
+        reservation: Reservation | None = None,
     ) -> Limits:
         num_kv_tokens = (capacity.num_blocks - 1) * capacity.block_size
         return cls(
@@ -50,16 +54,22 @@ class Limits:
             max_num_seqs,
             sharing,
             max_mapped_blocks,
+            reservation,
         )
 
     @property
     def max_length(self) -> int:
         """Longest sequence that fits: the last token's keys and values are never needed."""
+        if self.reservation is not None:
+            return self.longest(1, 1)
         return min(self.max_model_len, self.num_kv_tokens + 1)
 
     def longest(self, num_prompt_tokens: int, n: int) -> int:
         """Longest of ``n`` sequences of a request that fit together: they share the prompt's full
-        blocks."""
+        blocks. With a reservation each has a run of its own."""
+        if self.reservation is not None:
+            num_blocks = self.num_kv_tokens // self.block_size
+            return self.reservation.longest(num_prompt_tokens, num_blocks // n, self.block_size)
         if n == 1:
             return self.max_length
         # All of its sequences are mapped side by side, shared blocks once in each.
@@ -216,6 +226,12 @@ def check_sampling(
 
 def _too_long(num_prompt: int, max_tokens: int, n: int, what: str, limits: Limits) -> str:
     longest = limits.longest(num_prompt, n)
+    if limits.reservation is not None and longest < limits.max_model_len:
+        return (
+            f"{n} {what} of {num_prompt} prompt and {max_tokens} new tokens cannot be reserved "
+            f"in the KV cache of {limits.num_kv_tokens} tokens (--reserve "
+            f"{limits.reservation.reserve}); ask for fewer or shorter ones, or raise --kv-memory"
+        )
     if longest < limits.max_length:
         room = longest - num_prompt
         fewer = f", or for at most {room} new tokens each" if room > 0 else ""

@@ -176,8 +176,12 @@ class Planner:
             self.state.published.append((row, block_id))
 
     def _admit(self, budget: int, chunks: list[tuple[int, int]], inits: list[RowInit]) -> None:
-        """Admit waiting groups in order of arrival while rows, budget and blocks last."""
-        while self.state.waiting and budget > 0 and not self.state.num_resuming:
+        """Admit waiting groups in order of arrival while rows, budget and blocks last. A static
+        batch is formed whole: what is beyond the budget is prefilled in the steps that follow."""
+        is_static = self.state.config.is_static
+        if is_static and self.state.rows.num_used:
+            return
+        while self.state.waiting and (budget > 0 or is_static) and not self.state.num_resuming:
             group = self.state.waiting[0]
             if self.state.rows.num_free < len(group.sequences):
                 return
@@ -249,13 +253,26 @@ class Planner:
             # Where all prompt logits are needed, every position is computed.
             use_cache = not request.needs_prompt_logits
             salt = request.cache_salt
-            return manager.admit(row, token_ids, reserve=reserve, salt=salt, use_cache=use_cache)
+            return manager.admit(
+                row,
+                token_ids,
+                max_length=request.max_length,
+                reserve=reserve,
+                salt=salt,
+                use_cache=use_cache,
+            )
 
         admission = admit(rows.peek(), leader.token_ids)
         if admission is None:
             return None
         cached = [admission.num_cached_tokens]
         if not group.is_fanned_out:
+            if manager.reserves_ahead:
+                for index in range(1, len(group.sequences)):
+                    if admit(rows.peek(index), leader.token_ids) is None:
+                        for taken in range(index):
+                            manager.free(rows.peek(taken))
+                        return None
             return cached
         for index, (closest, shared) in enumerate(self._shared_prefixes(group), start=1):
             child, token_ids = rows.peek(index), group.sequences[index].token_ids
@@ -335,6 +352,8 @@ class Planner:
         A new group leaves one block in a hundred; a resumed one leaves every running row a block
         to go on with, so that it makes progress before it can be preempted again.
         """
+        if self.state.manager.reserves_ahead:
+            return 0
         num_running = self.state.rows.num_used
         copies = 0 if self.state.manager.sharing else self._num_blocks_to_copy(group)
         if group.num_preemptions:

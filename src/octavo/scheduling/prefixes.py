@@ -130,7 +130,7 @@ class PrefixRegistry:
         """Pinned blocks leave room for one sequence of the model's whole length, so that what fits
         without them fits with them, or for half of a pool that is too small for one; and for each
         request that was taken in."""
-        manager, size = self._state.manager, self._state.manager.block_size
+        manager = self._state.manager
         num_new = manager.num_to_pin(request.prompt_token_ids, salt=request.cache_salt)
         num_blocks = self._state.num_lasting_blocks
         left = num_blocks - manager.num_pinned_blocks - num_new
@@ -142,8 +142,7 @@ class PrefixRegistry:
                 "register less, drop a prefix, raise --kv-memory or lower --max-model-len"
             )
         groups = {id(s.group): s.group for s in self._state.sequences.values()}.values()
-        sharing = manager.sharing
-        needs = [group.request.num_blocks(size, sharing=sharing) for group in groups]
+        needs = [manager.num_blocks_needed(group.request) for group in groups]
         if left < max(needs, default=0):
             raise RequestError(
                 f"the prefix does not fit now: its {num_new} blocks would leave {left}, but a "

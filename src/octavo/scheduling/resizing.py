@@ -207,9 +207,8 @@ class PoolResizing:
         # Asked at every step while a shrink waits: worked out when requests have come or gone.
         known = (state.arrivals, len(state.sequences))
         if known != self._need_of:
-            size, sharing = manager.block_size, manager.sharing
             groups = {id(s.group): s.group for s in state.sequences.values()}.values()
-            needs = [group.request.num_blocks(size, sharing=sharing) for group in groups]
+            needs = [manager.num_blocks_needed(group.request) for group in groups]
             self._need_of, self._need = known, max(needs, default=0)
         return manager.num_pinned_blocks + self._need
 

@@ -6,13 +6,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from octavo.core.plan import BoolArray, IntArray, StepResult, SwapIn, SwapOut, int_array
+from octavo.core.plan import (
+    NO_TOKEN,
+    BoolArray,
+    IntArray,
+    StepResult,
+    SwapIn,
+    SwapOut,
+    int_array,
+)
 from octavo.core.request import BeamResult, Finished, FinishReason, StepOutputs
 from octavo.scheduling.beams import BeamDigest
 from octavo.scheduling.groups import Launched
 from octavo.scheduling.prefixes import PrefixRegistry
 from octavo.scheduling.resizing import PoolResizing
 from octavo.scheduling.state import SchedulerState
+
+_NOT_FINITE = (
+    "the logits of the sequence are not finite (NaN or infinity): the weights are damaged, or a "
+    "value left the range of the dtype"
+)
 
 
 class ResultDigest:
@@ -31,12 +44,18 @@ class ResultDigest:
         launched = self.state.launched.popleft()
         assert launched.step_id == result.step_id, "results must arrive in the order of launch"
         self.state.processed = launched.step_id
+        # First: beams that die may give back what the step copied from.
+        self.state.manager.retire(launched.commands)
         self.state.manager.commit(launched.batch.rows, launched.batch.num_scheduled_tokens)
         for parent, child in launched.forks:
             self.state.manager.follow(parent, child)
         for transfer in result.finished_transfers:
             self.state.arrive(transfer)
         rows, token_ids, logprobs = launched.sampled_rows, result.token_ids, result.logprobs
+        failed: list[Finished] = []
+        if not result.is_finite:
+            bad = set(rows[token_ids == NO_TOKEN].tolist())
+            failed = self._end_failed(launched, bad, _NOT_FINITE)
         prompts = tuple(
             replace(prompt, owner=int(self.state.rows.number[prompt.owner]))
             for prompt in result.prompt_logprobs
@@ -46,6 +65,7 @@ class ResultDigest:
         beam_ends: list[Finished] = []
         beams: list[BeamResult] = []
         if self.state.rows.num_beams and (is_beam := self.state.rows.is_beam[rows]).any():
+            is_beam &= wanted
             wanted &= ~is_beam
             beam_ends, beams = self._beams.update(rows, is_beam, logprobs)
         if not wanted.all():
@@ -55,10 +75,10 @@ class ResultDigest:
         if self.state.manager.prefix_caching:
             self._publish_generated(rows)
         numbers = self.state.rows.number[rows]
-        finished = (*[self._finish(row) for row in ended.tolist()], *beam_ends)
+        finished = (*failed, *[self._finish(row) for row in ended.tolist()], *beam_ends)
         # Before anybody can take the blocks of a request that has just ended.
         pinned = self._prefixes.settle(finished)
-        self.state.release_processed(launched)
+        self.state.release_processed()
         if result.resized is not None:
             self._resizing.digest(launched.commands, result.resized)
         return StepOutputs(numbers, token_ids, finished, logprobs, prompts, tuple(beams), pinned)
@@ -68,7 +88,19 @@ class ResultDigest:
         launched = self.state.launched.popleft()
         assert launched.step_id == step_id, "failures must arrive in the order of launch"
         self.state.processed = launched.step_id
-        failed = [row for row in self._rows_failed_with(launched) if self.state.rows.is_wanted[row]]
+        self.state.manager.retire(launched.commands)
+        finished = self._end_failed(launched, set(launched.rows()), error)
+        self._give_up_transfers(launched)
+        pinned = self._prefixes.settle(finished)
+        self.state.release_processed()
+        self._resizing.fail(launched.commands, error)
+        empty = int_array([])
+        return StepOutputs(empty.astype(np.int64), empty, tuple(finished), prefixes=pinned)
+
+    def _end_failed(self, launched: Launched, rows: set[int], error: str) -> list[Finished]:
+        """End the requests of ``rows``, for which a launched step has failed."""
+        spoiled = self._rows_failed_with(launched, rows)
+        failed = [row for row in spoiled if self.state.rows.is_wanted[row]]
         for row in failed:
             sequence = self.state.sequence_of_row[row]
             assert sequence is not None
@@ -83,12 +115,7 @@ class ResultDigest:
                 finished += self._beams.fail(sequence.group, error)
             else:
                 finished.append(self._finish(row, FinishReason.ERROR, error))
-        self._give_up_transfers(launched)
-        pinned = self._prefixes.settle(finished)
-        self.state.release_processed(launched)
-        self._resizing.fail(launched.commands, error)
-        empty = int_array([])
-        return StepOutputs(empty.astype(np.int64), empty, tuple(finished), prefixes=pinned)
+        return finished
 
     def _publish_generated(self, rows: IntArray) -> None:
         """Rows whose computed tokens, all but the last received, fill a block just now."""
@@ -97,11 +124,11 @@ class ResultDigest:
             count = int(self.state.rows.num_received[row]) - 1
             self.state.manager.publish(row, self.state.rows.first_token_ids(row, count))
 
-    def _rows_failed_with(self, failed: Launched) -> list[int]:
-        """Rows of a failed step, and those that share blocks which it should have filled; what
-        these published since is not to be hit either."""
-        rows = self._with_their_groups(set(failed.rows()))
-        blocks = {block_id for _, block_id in failed.published}
+    def _rows_failed_with(self, launched: Launched, failed: set[int]) -> list[int]:
+        """Rows for which a step has failed, and those that share blocks which it should have
+        filled; what these published since is not to be hit either."""
+        rows = self._with_their_groups(failed)
+        blocks = {block_id for row, block_id in launched.published if row in rows}
         while True:
             sharing = {
                 row

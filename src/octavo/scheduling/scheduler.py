@@ -107,7 +107,7 @@ class Scheduler:
         """
         if self.resizing.is_asleep:
             raise AsleepError("the engine is asleep; wake it up to be served")
-        num_blocks = request.num_blocks(self.manager.block_size, sharing=self.manager.sharing)
+        num_blocks = self.manager.num_blocks_needed(request)
         is_too_long = request.max_length > self.config.max_model_len
         left = self.state.num_lasting_blocks - self.manager.num_pinned_blocks
         if is_too_long or self.manager.can_never_fit(num_blocks) or num_blocks > left:

@@ -22,7 +22,8 @@ from octavo.scheduling.rows import RowTable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of admission. ``max_num_batched_tokens`` is the token budget of a step;
-    ``finds_prefix_groups`` looks for rows that begin alike, for executors that gain by it.
+    ``finds_prefix_groups`` looks for rows that begin alike, for executors that gain by it. With
+    ``is_static`` a batch is formed of who waits, and nobody joins until all of it has ended.
     ``max_blocks`` bounds the ids of a pool that can be resized (None: it cannot)."""
 
     max_num_seqs: int
@@ -32,6 +33,7 @@ class SchedulerConfig:
     preemption: PreemptionPolicy = RECOMPUTE
     finds_prefix_groups: bool = False
     max_blocks: int | None = None
+    is_static: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -247,9 +249,7 @@ class SchedulerState:
             index += 1
         self.waiting.insert(index, group)
 
-    def release_processed(self, launched: Launched) -> None:
-        if launched.commands:
-            self.manager.retire(launched.commands)
+    def release_processed(self) -> None:
         if self.releasing:
             due = [row for row in self.releasing if self.rows.last_step[row] <= self.processed]
             for row in due:

@@ -18,7 +18,7 @@ from octavo.server.answers import (
     Usage,
 )
 from octavo.server.errors import APIError
-from octavo.server.generation import Generation, Result
+from octavo.server.generation import BestOf, Generation, Result
 from octavo.server.logprobs import Spelling, chat_logprobs, spelled_score
 from octavo.server.prompts import chat_prompt, with_bad_words
 from octavo.server.protocol import ChatRequest
@@ -37,7 +37,10 @@ async def start_chat(engine: AsyncEngine, body: ChatRequest) -> Generation:
         raise
     params = await with_bad_words(params, engine.tokenizer)
     prompt = await chat_prompt(body.messages, engine.tokenizer, engine.limits.max_length)
-    return Generation(engine, [prompt], params, body.num_choices, body.cache_salt or "")
+    n, salt = body.num_choices, body.cache_salt or ""
+    if body.num_samples > n:
+        return BestOf(engine, [prompt], params, n, salt, best_of=body.num_samples)
+    return Generation(engine, [prompt], params, n, salt)
 
 
 class ChatShape:

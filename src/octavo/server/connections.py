@@ -6,20 +6,25 @@ A uvicorn protocol over h11; knows HTTP's states and no routes.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from octavo.server.errors import APIError
+from octavo.server.gate import Gate
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
 
 # The application answers a late body itself, with a status; this much later it is cut off.
 _GRACE_S = 5.0
 # How long a client that was told that there are too many connections may take to read it.
 _SURPLUS_TIMEOUT_S = 5.0
+_CUT_OFF_LOG_INTERVAL_S = 10.0
 
 _LATE = APIError(
     "the request did not arrive in time; send it faster", status=408, code="request_timeout"
@@ -52,6 +57,9 @@ def limited_protocol(max_connections: int, client_timeout_s: float) -> type[H11P
 class _LimitedProtocol(H11Protocol):
     max_connections: int
     client_timeout_s: float
+    # Of all connections of one server.
+    num_cut_off = 0
+    silent_until_s = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,12 +71,25 @@ class _LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > 2 * self.max_connections:
+            self._tell_of_cut_off()
             transport.abort()
             return
         if len(self.connections) > self.max_connections:
-            self.app = _answer_too_many
+            self.app = _ANSWER_TOO_MANY
             self._timeout_s = min(self._timeout_s, _SURPLUS_TIMEOUT_S)
         self._start_request_timer(self._timeout_s)
+
+    def _tell_of_cut_off(self) -> None:
+        """Once in a while: a flood of connections must not become one of lines."""
+        kind = type(self)
+        kind.num_cut_off += 1
+        if self.loop.time() >= kind.silent_until_s:
+            kind.silent_until_s = self.loop.time() + _CUT_OFF_LOG_INTERVAL_S
+            logger.warning(
+                "%d connections are open, twice --max-connections: %d were cut off so far",
+                2 * self.max_connections,
+                kind.num_cut_off,
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_request_timer()
@@ -164,3 +185,7 @@ class _LimitedProtocol(H11Protocol):
 
 async def _answer_too_many(scope: Scope, receive: Receive, send: Send) -> None:
     await _TOO_MANY.response()(scope, receive, send)
+
+
+# With an id and a line in the log, as any other answer.
+_ANSWER_TOO_MANY = Gate(_answer_too_many)

@@ -270,6 +270,13 @@ def _describe_requests(schemas: Schema, vocab_size: int, max_length: int) -> Non
             "minItems": 1,
             "maxItems": MAX_ALLOWED_TOKEN_IDS,
         },
+        "best_of": {
+            "type": "integer",
+            "description": "Of so many samples the n likeliest are the choices. At least n; more "
+            "than n cannot be streamed.",
+            "minimum": 1,
+            "maximum": MAX_CHOICES,
+        },
         "use_beam_search": {
             "type": "boolean",
             "description": "Look for the likeliest sequences instead of sampling; the choices are "
@@ -321,14 +328,6 @@ def _describe_requests(schemas: Schema, vocab_size: int, max_length: int) -> Non
     completion = schemas["CompletionRequest"]
     completion["properties"]["prompt"] = {"anyOf": [*prompts, *prompt_list]}
     completion["properties"]["logprobs"] = _or_null(top)
-    completion["properties"]["best_of"] = _or_null(
-        {
-            "type": "integer",
-            "description": "At least n; more than n cannot be streamed.",
-            "minimum": 1,
-            "maximum": MAX_CHOICES,
-        }
-    )
     completion["properties"]["max_tokens"] = _or_null(limit | {"minimum": 0})
     completion["required"] = ["prompt"]
     schemas["ChatRequest"]["properties"]["messages"] = messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -94,6 +95,8 @@ def read_prefix_files(config: EngineConfig, paths: Sequence[str]) -> list[Prefix
     Raises:
         ConfigError: a file cannot be used, or the engine will cache no prefixes.
     """
+    if paths and config.kv == "contiguous":
+        raise ConfigError("prefix needs prefix caching, which kv=contiguous has not; use kv=paged")
     if paths and not (config.prefix_caching and config.sharing):
         raise ConfigError(
             "prefix needs prefix caching; leave out --no-prefix-caching and --no-sharing"
@@ -107,6 +110,7 @@ def _read_file(path: Path) -> PrefixRequest:
             data = file.read(_MAX_FILE_BYTES + 1)
         if len(data) > _MAX_FILE_BYTES:
             raise ConfigError(f"prefix {path}: larger than {_MAX_FILE_BYTES} bytes")
+        data = data.removeprefix(codecs.BOM_UTF8)  # an editor's, and no part of the text
         if path.suffix.lower() != ".json":
             return PrefixRequest(prompt=data.decode())
         if data.lstrip().startswith(b"["):

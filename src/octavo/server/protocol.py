@@ -8,7 +8,7 @@ supported are refused by name.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -94,6 +94,8 @@ class GenerationRequest(_Unsupported, kw_only=True):
 
     model: str | None = None
     n: int | None = None
+    # Of so many samples the n likeliest are the choices.
+    best_of: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -115,7 +117,8 @@ class GenerationRequest(_Unsupported, kw_only=True):
     use_beam_search: bool | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
+    # Any text here, for `SamplingParams` says which words there are.
+    early_stopping: bool | str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Only requests of the same salt share cached prefixes.
@@ -133,6 +136,11 @@ class GenerationRequest(_Unsupported, kw_only=True):
     def num_choices(self) -> int:
         """For each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def num_samples(self) -> int:
+        """For each prompt; at least `num_choices`."""
+        return self.num_choices if self.best_of is None else self.best_of
 
     @property
     def num_logprobs(self) -> int | None:
@@ -171,6 +179,17 @@ class GenerationRequest(_Unsupported, kw_only=True):
                 f"n must be from 1 to {MAX_BEAM_WIDTH} with use_beam_search, got {self.n}",
                 param="n",
             )
+        _check_range("best_of", self.best_of, self.num_choices, MAX_CHOICES)
+        if self.best_of is not None and self.use_beam_search:
+            raise APIError(
+                "best_of does not work with use_beam_search; send beam_width", param="best_of"
+            )
+        if self.stream and self.num_samples > self.num_choices:
+            raise APIError(
+                "best_of cannot be streamed: which samples are best is known at the end; leave "
+                "stream or best_of out",
+                param="best_of",
+            )
         _check_salt(self.cache_salt)
         if self.stream_options is not None and not self.stream:
             raise APIError(
@@ -196,21 +215,14 @@ class GenerationRequest(_Unsupported, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    """A body of ``POST /v1/completions``; ``prompt`` is a text, token ids, or a list of either.
-    Of ``best_of`` samples the ``n`` likeliest are the choices."""
+    """A body of ``POST /v1/completions``; ``prompt`` is a text, token ids, or a list of either."""
 
     supported: ClassVar[frozenset[str]] = frozenset({"echo", "prompt_logprobs"})
 
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
-    best_of: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-
-    @property
-    def num_samples(self) -> int:
-        """For each prompt; at least `num_choices`."""
-        return self.num_choices if self.best_of is None else self.best_of
 
     @property
     def num_logprobs(self) -> int | None:
@@ -226,17 +238,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         super().refuse_unsupported()
         for name in ("logprobs", "prompt_logprobs"):
             _check_range(name, getattr(self, name), 0, MAX_LOGPROBS)
-        _check_range("best_of", self.best_of, self.num_choices, MAX_CHOICES)
-        if self.best_of is not None and self.use_beam_search:
-            raise APIError(
-                "best_of does not work with use_beam_search; send beam_width", param="best_of"
-            )
-        if self.stream and self.num_samples > self.num_choices:
-            raise APIError(
-                "best_of cannot be streamed: which samples are best is known at the end; leave "
-                "stream or best_of out",
-                param="best_of",
-            )
 
 
 class ChatRequest(GenerationRequest, kw_only=True):

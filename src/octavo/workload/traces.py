@@ -17,7 +17,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from octavo.workload.items import WorkItem, WorkloadError
@@ -101,7 +101,9 @@ def _azure(row: _Row) -> WorkItem:
     # Seven digits of fraction are one more than Python reads.
     stamp = row["TIMESTAMP"].strip().removesuffix("Z").split("+")[0]
     whole, _, fraction = stamp.partition(".")
-    seconds = datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction or 0}")
+    # As if of Greenwich: a clock that is changed at night would move what comes after it.
+    whole_s = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
+    seconds = whole_s + float(f"0.{fraction or 0}")
     return WorkItem(seconds, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
 

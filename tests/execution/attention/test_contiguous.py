@@ -10,7 +10,7 @@ from execution.attention.test_cpu import TOLERANCE, make_rope, make_step
 from octavo.core.layout import KVLayout, smallest_mappable_block_size
 from octavo.core.plan import MapBlocks
 from octavo.execution.arena import Arena
-from octavo.execution.attention.contiguous import ContiguousAttention
+from octavo.execution.attention.contiguous import ContiguousAttention, RunAttention
 from octavo.execution.attention.gather import GatherAttention
 from octavo.execution.attention.interface import StepRows
 from octavo.execution.pages.interface import host_page_bytes
@@ -57,6 +57,28 @@ def test_equals_the_reference(
     untouched = [other for other in range(layers) if other != layer]
     assert torch.equal(fast.kv[:, :, untouched], slow.kv[:, :, untouched])
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_runs_of_the_pool_equal_the_reference(window: int) -> None:
+    torch.manual_seed(0)
+    heads, kv_heads, dim, size = 6, 2, 24, 4
+    layout = KVLayout(3, kv_heads, dim, 4, size)
+    counts = [-(-(start + count) // size) for start, count in SPANS]
+    step = make_step(SPANS, size, sum(counts) + 3)
+    first = 3
+    for row, count in zip(step.rows.tolist(), counts, strict=True):
+        step.tables[row, :count] = np.arange(first, first + count)
+        first += count
+    rope = make_rope(dim)
+    slow, fast = (Arena(layout, sum(counts) + 3, torch.float32) for _ in range(2))
+    slow.kv.normal_()
+    fast.kv.copy_(slow.kv)
+    qkv = torch.randn(step.num_tokens, (heads + 2 * kv_heads) * dim)
+    expected = GatherAttention(slow, heads, rope, window).plan(step)(1, qkv.clone())
+    got = RunAttention(fast, heads, rope, window).plan(step)(1, qkv.clone())
+    assert torch.equal(fast.kv, slow.kv)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_reads_in_place() -> None:

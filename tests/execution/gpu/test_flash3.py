@@ -34,7 +34,9 @@ def library() -> Iterator[torch.library.Library]:
         assert starts.tolist() == [0, len(q)] == [0, longest]
         assert used.tolist() == [k.shape[1]]
         keys, values = (x.transpose(1, 2) for x in (k, v))
-        mask = torch.ones(len(q), k.shape[1], dtype=torch.bool).tril(k.shape[1] - len(q))
+        mask = torch.ones(len(q), k.shape[1], dtype=torch.bool, device=q.device).tril(
+            k.shape[1] - len(q)
+        )
         attended = torch.nn.functional.scaled_dot_product_attention(
             q[None].transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
         )
@@ -47,12 +49,12 @@ def library() -> Iterator[torch.library.Library]:
 
 
 @pytest.mark.usefixtures("library")
-def test_one_call_for_a_chunk_and_its_prefix() -> None:
+def test_one_call_for_a_chunk_and_its_prefix(device: torch.device) -> None:
     pool = make_pool(
         [29, 75], num_kv_heads=2, head_dim=16, block_size=8, dtype=torch.float32,
-        device=torch.device("cpu"),
+        device=device,
     )  # fmt: skip
-    queries = torch.randn(50, 6, 16)
+    queries = torch.randn(50, 6, 16, device=device)
     out = torch.full_like(queries, float("nan"))
     flash3 = Flash3(torch.ops.octavo_test_fa3.fwd.default)
     chunk = DenseChunk(row=1, offset=5, count=40, start=35)

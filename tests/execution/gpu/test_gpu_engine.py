@@ -22,7 +22,9 @@ from octavo.execution.device import CUDADevice, Device, PlainDevice
 from octavo.execution.models import fused
 from octavo.execution.models.loading import load_config, load_model
 from octavo.memory import prefix_groups
+from octavo.memory.contiguous import ContiguousManager
 from octavo.memory.paged import PagedManager
+from octavo.memory.reservation import Reservation
 from octavo.memory.virtual import VirtualManager
 from octavo.scheduling.preemption import PreemptionPolicy
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -84,7 +86,9 @@ def gpu_engine(
     capacity = KVCapacity(num_blocks, block_size, parts.layout.block_bytes, num_host_blocks)
     sizes = (num_blocks, block_size, MAX_NUM_SEQS)
     options = {"prefix_caching": True, "num_host_blocks": num_host_blocks}
-    manager = PagedManager(*sizes, **options)
+    manager: Any = PagedManager(*sizes, **options)
+    if kv == "contiguous":
+        manager = ContiguousManager(*sizes, Reservation("oracle", limits.max_model_len))
     if runner.arena.slots is not None:
         slots = runner.arena.slots
         manager = VirtualManager(
@@ -220,6 +224,20 @@ def test_tokens_are_the_same_while_the_pool_changes(
         core.step()
     assert arena.pages.num_handles == core.scheduler.manager.num_usable_blocks + 1 == 6
     assert not sizes
+    core.close()
+
+
+def test_tokens_are_the_same_in_contiguous_runs(
+    model: Path, expected: dict[int, list[int]]
+) -> None:
+    """Kernels over block tables read consecutive blocks; samples and beams copy."""
+    core = gpu_engine(model, num_blocks=18, depth=2, chunk=32, kv="contiguous")
+    forking = [request for request in requests() if request.num_sequences > 1]
+    found = run(core, forking)
+    assert len(found) == 3
+    assert found == {number: expected[number] for number in found}
+    assert core.scheduler.num_preemptions == 0
+    assert core.scheduler.manager.num_free_blocks == 17
     core.close()
 
 

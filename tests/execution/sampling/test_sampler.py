@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from octavo.core.plan import NO_TOKEN
 from octavo.core.sampling_params import SamplingParams
 from octavo.execution.sampling import sampler as sampler_module
 from octavo.execution.sampling.sampler import Sampler
@@ -338,17 +339,20 @@ def test_rows_pay_only_for_what_they_use(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, *FILTERS], ids=str)
 @pytest.mark.parametrize("bad", [math.nan, INF])
 @pytest.mark.parametrize("vocab", [4, 600])
-def test_not_finite_is_an_error(vocab: int, bad: float, options: dict[str, float]) -> None:
+def test_a_row_that_is_not_finite_has_no_token(
+    vocab: int, bad: float, options: dict[str, float]
+) -> None:
     logits = torch.tensor([spread(vocab)] * 3)
+    sound = draw(logits, SamplingParams(**options))
     logits[1, vocab // 2] = bad
-    with pytest.raises(FloatingPointError, match=r"the logits of 1 of 3 sequences are not finite"):
-        draw(logits, SamplingParams(**options))
+    found = draw(logits, SamplingParams(**options))
+    assert found[1] == NO_TOKEN
+    assert [found[0], found[2]] == [sound[0], sound[2]]
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, *FILTERS], ids=str)
-def test_nothing_allowed_is_an_error(options: dict[str, float]) -> None:
-    with pytest.raises(FloatingPointError, match="1 of 1"):
-        draw(torch.full((1, 9), -INF), SamplingParams(**options))
+def test_nothing_allowed_is_no_token(options: dict[str, float]) -> None:
+    assert list(draw(torch.full((1, 9), -INF), SamplingParams(**options))) == [NO_TOKEN]
 
 
 def test_logit_bias_moves_its_own_row_only() -> None:

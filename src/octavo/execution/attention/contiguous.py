@@ -1,14 +1,16 @@
-"""Attention over slots: each row's keys and values at contiguous addresses, whatever its blocks.
+"""Attention over contiguous keys and values: PyTorch's own, in place, without gathering.
 
-No block table, no gathering: the driver has mapped the row's blocks in order (Prabhu et al., ASPLOS
-2025), so PyTorch's own attention reads them in place, as any kernel for contiguous tensors would.
+They are contiguous in virtual memory, since the driver has mapped a row's blocks in order into its
+slot (Prabhu et al., ASPLOS 2025), or in the pool itself, where a row's blocks are one run.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from octavo.execution.arena import Arena
 from octavo.execution.attention.gather import attend_row, rotate, visible_keys
 from octavo.execution.attention.interface import StepAttention, StepRows
 from octavo.execution.models.rope import RopeTable
@@ -16,7 +18,7 @@ from octavo.execution.virtual_arena import VirtualArena
 
 
 class ContiguousAttention:
-    """Implements `AttentionBackend`. ``sliding_window`` 0 means none."""
+    """Implements `AttentionBackend` over slots. ``sliding_window`` 0 means none."""
 
     def __init__(
         self, arena: VirtualArena, num_heads: int, rope: RopeTable, sliding_window: int = 0
@@ -30,38 +32,69 @@ class ContiguousAttention:
         """Raises `PageError` when a row's slot could not be mapped."""
         self.arena.require(step.rows, step.starts + step.counts)
         slots = self.arena.slots
-        num_slots, max_tokens, num_layers = slots.shape[:3]
-        num_heads, num_kv_heads, dim = self.num_heads, *slots.shape[-2:]
-        positions = torch.from_numpy(step.positions).long()
-        cos = self.rope.cos[positions][:, None, :]
-        sin = self.rope.sin[positions][:, None, :]
-        row_of_token = np.repeat(step.rows, step.counts).astype(np.int64)
-        offsets = torch.from_numpy(row_of_token * max_tokens + step.positions)
-        tokens = slots.view(num_slots * max_tokens, num_layers, 2, num_kv_heads, dim)
-        spans = [
-            (row, offset, count, start + count, visible_keys(start, count, self.sliding_window))
-            for row, count, offset, start in zip(
-                step.rows.tolist(),
-                step.counts.tolist(),
-                step.offsets.tolist(),
-                step.starts.tolist(),
-                strict=True,
+        firsts = step.rows.astype(np.int64) * slots.shape[1]
+        tokens = slots.flatten(0, 1)
+        return attend_in_place(tokens, firsts, step, self.num_heads, self.rope, self.sliding_window)
+
+
+class RunAttention:
+    """Implements `AttentionBackend` where every block table is a run of consecutive ids.
+    ``sliding_window`` 0 means none."""
+
+    def __init__(
+        self, arena: Arena, num_heads: int, rope: RopeTable, sliding_window: int = 0
+    ) -> None:
+        self.arena = arena
+        self.num_heads = num_heads
+        self.rope = rope
+        self.sliding_window = sliding_window
+
+    def plan(self, step: StepRows) -> StepAttention:
+        size = self.arena.layout.block_size
+        firsts = step.tables[step.rows, 0].astype(np.int64) * size
+        tokens = self.arena.kv.flatten(0, 1)
+        return attend_in_place(tokens, firsts, step, self.num_heads, self.rope, self.sliding_window)
+
+
+def attend_in_place(
+    tokens: torch.Tensor,
+    firsts: NDArray[np.int64],
+    step: StepRows,
+    num_heads: int,
+    rope: RopeTable,
+    sliding_window: int,
+) -> StepAttention:
+    """``tokens`` is ``[token, layer, K|V, kv_head, head_dim]``; the i-th of the step's rows has its
+    position p at ``firsts[i] + p``."""
+    num_kv_heads, dim = tokens.shape[-2:]
+    positions = torch.from_numpy(step.positions).long()
+    cos = rope.cos[positions][:, None, :]
+    sin = rope.sin[positions][:, None, :]
+    offsets = torch.from_numpy(np.repeat(firsts, step.counts) + step.positions)
+    spans = [
+        (first, offset, count, start + count, visible_keys(start, count, sliding_window))
+        for first, count, offset, start in zip(
+            firsts.tolist(),
+            step.counts.tolist(),
+            step.offsets.tolist(),
+            step.starts.tolist(),
+            strict=True,
+        )
+    ]
+
+    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, dim)
+        rotated = rotate(heads[:, : num_heads + num_kv_heads], cos, sin)
+        query, key = rotated[:, :num_heads].to(tokens.dtype), rotated[:, num_heads:]
+        tokens[offsets, layer, 0] = key.to(tokens.dtype)
+        tokens[offsets, layer, 1] = heads[:, num_heads + num_kv_heads :].to(tokens.dtype)
+        out = torch.empty(len(qkv), num_heads, dim, dtype=qkv.dtype)
+        for first, offset, count, end, mask in spans:
+            # [K|V, 1, kv_head, token, head_dim] in place, with the token's stride.
+            keys, values = tokens[first : first + end, layer].permute(1, 2, 0, 3).unsqueeze(1)
+            out[offset : offset + count] = attend_row(
+                query[offset : offset + count], keys, values, mask
             )
-        ]
+        return out.view(len(qkv), num_heads * dim)
 
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, dim)
-            rotated = rotate(heads[:, : num_heads + num_kv_heads], cos, sin)
-            query, key = rotated[:, :num_heads].to(slots.dtype), rotated[:, num_heads:]
-            tokens[offsets, layer, 0] = key.to(slots.dtype)
-            tokens[offsets, layer, 1] = heads[:, num_heads + num_kv_heads :].to(slots.dtype)
-            out = torch.empty(len(qkv), num_heads, dim, dtype=qkv.dtype)
-            for row, offset, count, end, mask in spans:
-                # [K|V, 1, kv_head, token, head_dim] in place, with the token's stride.
-                keys, values = slots[row, :end, layer].permute(1, 2, 0, 3).unsqueeze(1)
-                out[offset : offset + count] = attend_row(
-                    query[offset : offset + count], keys, values, mask
-                )
-            return out.view(len(qkv), num_heads * dim)
-
-        return attend
+    return attend

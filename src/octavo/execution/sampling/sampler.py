@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.core.plan import IntArray, StepLogprobs, int_array
+from octavo.core.plan import NO_TOKEN, IntArray, StepLogprobs, int_array
 from octavo.core.sampling_params import SamplingParams
 from octavo.execution.sampling.logprobs import token_scores
 from octavo.execution.sampling.masks import Entries, TokenMasks
@@ -91,10 +91,8 @@ class Sampler:
         """One token a row.
 
         ``logits`` is fp32 ``[n, vocab]``; ``token_indices[i]`` is the place in its sequence of the
-        token to sample. Returns ``[n]`` token ids.
-
-        Raises:
-            FloatingPointError: a row's logits hold NaN or +inf, or nothing but -inf.
+        token to sample. Returns ``[n]`` token ids: `NO_TOKEN` where a row's logits hold NaN or
+        +inf, or nothing but -inf.
         """
         edited = np.flatnonzero(token_indices < self._edited_until[rows])
         if not len(edited):
@@ -112,7 +110,9 @@ class Sampler:
         if not len(places):
             return None
         own = logits if len(places) == len(rows) else logits[torch.from_numpy(places)]
-        scores = token_scores(own, token_ids[places], self._num_logprobs[rows[places]])
+        # A row without a token gets scores that nobody reads.
+        chosen = np.maximum(token_ids[places], 0)
+        scores = token_scores(own, chosen, self._num_logprobs[rows[places]])
         return StepLogprobs(places.astype(np.int32), scores)
 
     def _edit(
@@ -139,6 +139,7 @@ class Sampler:
         return logits
 
     def _advance(self, rows: IntArray, token_ids: NDArray[np.int64]) -> None:
+        token_ids = np.maximum(token_ids, 0)  # a row without a token has come to its end
         self._masks.advance(rows, token_ids)
         penalized = self._penalties.is_used[rows]
         if penalized.any():
@@ -150,10 +151,11 @@ class Sampler:
         num_vocab = logits.shape[1]
         best = torch.argmax(logits, dim=-1, keepdim=True)
         largest = logits.gather(1, best)
-        _check_finite(largest)  # argmax finds a NaN, too
         tokens: NDArray[np.int64] = best[:, 0].numpy()
+        is_finite: NDArray[np.bool_] = torch.isfinite(largest)[:, 0].numpy()  # argmax finds a NaN
+        tokens[~is_finite] = NO_TOKEN
         top_k = self.top_k[rows]
-        random = (self.temperature[rows] > 0) & (top_k != 1)
+        random = (self.temperature[rows] > 0) & (top_k != 1) & is_finite
         if not random.any():
             return tokens
         filtered = random & (((top_k > 0) & (top_k < num_vocab)) | (self.top_p[rows] < 1))
@@ -218,16 +220,6 @@ class Sampler:
                 break
         picked: NDArray[np.int64] = result.numpy()
         return picked
-
-
-def _check_finite(largest: torch.Tensor) -> None:
-    """``largest [n, 1]`` holds each row's largest logit, or a NaN of the row."""
-    bad = int((~torch.isfinite(largest)).sum())
-    if bad:
-        raise FloatingPointError(
-            f"the logits of {bad} of {len(largest)} sequences are not finite (NaN or infinity): "
-            "the weights are damaged, or a value left the range of the dtype"
-        )
 
 
 def _invert(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

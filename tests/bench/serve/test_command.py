@@ -1,0 +1,183 @@
+"""`octavo bench serve` as a person types it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from octavo.bench.serve import plot
+from octavo.bench.serve.sweep import UNLIMITED, Work, parse_rates, rates_of
+from octavo.cli import app
+from octavo.config import ConfigError
+from octavo.workload.items import WorkloadError
+
+from .fake_server import FakeServer
+
+SMALL = ["--input-len", "5", "--output-len", "3", "--num-requests", "4"]
+
+
+def bench(fake: FakeServer, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "serve", "--url", fake.url, *SMALL, *arguments])
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_one_rate(fake: FakeServer) -> None:
+    result = bench(fake, "--rate", "100", "--goodput", "ttft=60s,e2e=1us")
+    assert result.exit_code == 0, result.output
+    assert "4 of 4 requests" in result.stdout
+    assert "goodput 0.00 requests/s: 0.0% of all requests within" in result.stdout
+    assert [line.split()[0] for line in result.stdout.splitlines()[2:6]] == [
+        "TTFT",
+        "TPOT",
+        "ITL",
+        "E2EL",
+    ]
+
+
+def test_json_has_vllms_names(fake: FakeServer) -> None:
+    report = json.loads(bench(fake, "--rate", "inf", "--goodput", "ttft=60s", "--json").stdout)
+    assert report["completed"] == 4
+    assert report["request_rate"] == "inf"
+    assert report["goodput_share"] == 1.0
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        for statistic in ("mean", "median", "std", "p90", "p99"):
+            assert report[f"{statistic}_{metric}_ms"] >= 0
+    for name in ("request", "output", "total_token"):
+        assert report[f"{name}_throughput"] > 0
+
+
+def test_a_sweep_in_every_form(fake: FakeServer, tmp_path: Path) -> None:
+    table, requests, picture = (tmp_path / name for name in ("a.csv", "b.csv", "c.png"))
+    outputs = ["--csv", str(table), "--requests-csv", str(requests), "--plot", str(picture)]
+    result = bench(fake, "--rates", "100,200", "--goodput", "ttft=60s,tpot=1s", *outputs)
+    assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in result.stdout.splitlines()[2:]] == ["100.0", "200.0"]
+    assert [(row["request_rate"], row["completed"]) for row in rows(table)] == [
+        ("100.0", "4"),
+        ("200.0", "4"),
+    ]
+    assert all(float(row["median_ttft_ms"]) > 0 for row in rows(table))
+    assert [row["goodput_share"] for row in rows(table)] == ["1.0", "1.0"]
+    each = rows(requests)
+    assert [(row["run"], row["request"]) for row in each] == [
+        (str(run), str(number)) for run in range(2) for number in range(4)
+    ]
+    assert all(float(row["ttft_ms"]) <= float(row["e2el_ms"]) for row in each)
+    assert {row["output_tokens"] for row in each} == {"3"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    prompts = [tuple(body["prompt"]) for body in fake.bodies]
+    assert len(set(prompts)) == 8, "a prefix cache must not answer for the run before"
+
+
+def test_a_sweep_finds_its_rates(fake: FakeServer) -> None:
+    reports = json.loads(bench(fake, "--sweep", "2", "--json").stdout)["runs"]
+    assert reports[0]["request_rate"] == "inf"
+    capacity = reports[0]["request_throughput"]
+    assert [report["request_rate"] for report in reports[1:]] == pytest.approx(
+        [capacity / 2, capacity], rel=0.01
+    )
+
+
+def test_warmups_are_sent_and_not_counted(fake: FakeServer) -> None:
+    report = json.loads(bench(fake, "--rate", "inf", "--num-warmups", "5", "--json").stdout)
+    assert report["completed"] == 4
+    assert len(fake.bodies) == 9
+    assert len({tuple(body["prompt"]) for body in fake.bodies}) == 9
+
+
+def test_where_nothing_is_served_the_exit_code_says_so(fake: FakeServer) -> None:
+    result = bench(fake, "--rate", "inf", "--input-len", "13", "--plot", "/nowhere/x.png")
+    assert result.exit_code == 1
+    assert not fake.bodies, "what cannot be written is found before anything is sent"
+    result = bench(fake, "--rate", "inf", "--input-len", "13")
+    assert result.exit_code == 1
+    assert "0 of 4 requests" in result.stdout
+    assert "failed: 400" in result.stdout
+    result = bench(fake, "--sweep", "2", "--input-len", "13")
+    assert result.exit_code == 1
+    assert "no rate to sweep up to: 400" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rates", "1,x"], "rates are numbers above 0"),
+        (["--rates", "1", "--rate", "2"], "either rate or rates"),
+        (["--sweep", "2", "--rate", "2"], "--sweep finds its own rates"),
+        (["--sweep", "0"], "--sweep must be at least 1"),
+        (["--max-concurrency", "0"], "--max-concurrency must be at least 1"),
+        (["--num-warmups", "-1"], "--num-warmups must be at least 0"),
+        (["--rate", "-1"], "rate must be above 0"),
+        (["--cv", "2"], "cv 2 needs gamma arrivals"),
+        (["--goodput", "speed=1s"], "an objective is one of"),
+        (["--arrivals", "trace"], "arrivals=trace needs a trace"),
+        (["--arrivals", "sometimes"], "arrivals must be one of"),
+        (["--arrivals", "all-at-once", "--rate", "2"], "have no rate"),
+        (["--csv", "/nowhere/x.csv"], "/nowhere does not exist"),
+        (["--plot", "x.doc"], "the name must end in"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_sent(
+    fake: FakeServer, arguments: list[str], message: str
+) -> None:
+    result = bench(fake, *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert not fake.bodies
+
+
+def test_without_matplotlib_the_extra_is_named(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    result = bench(fake, "--plot", "x.png")
+    assert result.exit_code == 1
+    assert "install the extra octavo[plots]" in result.stderr
+    assert not fake.bodies
+
+
+def test_rates() -> None:
+    assert parse_rates("1,2.5 inf") == [1.0, 2.5, UNLIMITED]
+    assert rates_of(None, None, "poisson") == [1.0]
+    assert rates_of(None, None, "trace") == [None]
+    assert rates_of(None, None, "all-at-once") == [UNLIMITED]
+    assert rates_of(3.0, None, "gamma") == [3.0]
+    for bad in ("", "0", "-1", "nan"):
+        with pytest.raises(WorkloadError):
+            parse_rates(bad)
+
+
+def test_burstiness_changes_the_gaps_and_nothing_else() -> None:
+    def gaps(**fields: Any) -> list[float]:
+        items = Work(num_requests=2000, **fields).items(10.0)
+        times = [item.arrival_s for item in items]
+        return [b - a for a, b in pairwise(times)]
+
+    for cv in (0.5, 2.0):
+        found = gaps(arrivals="gamma", cv=cv)
+        mean = sum(found) / len(found)
+        deviation = (sum((gap - mean) ** 2 for gap in found) / len(found)) ** 0.5
+        assert mean == pytest.approx(0.1, rel=0.15)
+        assert deviation / mean == pytest.approx(cv, rel=0.15)
+    with pytest.raises(ConfigError, match="needs gamma"):
+        Work(cv=2.0)
+
+
+def test_a_traces_own_times_are_kept_or_scaled(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": t, "input_length": 5, "output_length": 2} for t in (0, 500, 2000)]
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    work = Work(trace=str(trace), num_requests=3, arrivals="trace")
+    assert [item.arrival_s for item in work.items(None)] == [0.0, 0.5, 2.0]
+    assert [item.arrival_s for item in work.items(2.0)] == [0.0, 0.25, 1.0]
+    assert [item.arrival_s for item in work.items(UNLIMITED)] == [0.0, 0.0, 0.0]

@@ -1,0 +1,151 @@
+"""The papers' figures: shares by hand on small pools, their order on the paper's lengths, and the
+command."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo.bench.paper import output
+from octavo.bench.paper.managers import (
+    LLAMA_8B,
+    MANAGERS,
+    OPT_13B,
+    SCALES,
+    Pool,
+    driver_block,
+    pool_of,
+)
+from octavo.bench.paper.registry import FIGURES
+from octavo.bench.paper.report import PaperOptions, lengths
+from octavo.bench.paper.saturation import saturate
+from octavo.cli import app
+from octavo.workload.items import WorkItem, WorkloadError
+
+# Eight blocks of four tokens; the longest sequence takes half of them.
+SMALL = Pool(num_blocks=8, block_size=4, max_model_len=16, token_bytes=10)
+PARTS = ["live", "reserved", "internal", "external", "free"]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_output", "running", "used", "internal", "external"),
+    [
+        # 4 + 8 slots of 16.
+        ("orca-max", 9, 2, 24, 8, 0),
+        # 4 + 16 are more than the longest.
+        ("orca-pow2", 9, 2, 24, 8, 0),
+        # 4 + 4 slots, in two blocks.
+        ("orca-pow2", 4, 4, 28, 4, 0),
+        # 12 slots in three blocks, in runs of four.
+        ("orca-oracle", 9, 2, 24, 0, 8),
+        ("orca-oracle", 5, 4, 32, 0, 0),
+    ],
+)
+def test_reservations_by_hand(
+    name: str, num_output: int, running: int, used: int, internal: int, external: int
+) -> None:
+    found = saturate(name, SMALL, [WorkItem(0.0, 4, num_output)] * 30)
+    assert found.mean_running == running
+    assert found.pool_bytes == 320
+    mean = found.mean_bytes
+    assert mean["live"] + mean["reserved"] == 10 * used
+    assert (mean["internal_waste"], mean["external_waste"]) == (10 * internal, 10 * external)
+    assert mean["free"] == mean["cached"] == 0
+    # A prompt is reserved in the step that computes it; then 4, 5, … tokens are live.
+    live = sum(range(4, 4 + num_output - 1)) / num_output
+    assert mean["live"] == pytest.approx(10 * running * live, rel=0.1)
+    assert found.num_preemptions == 0
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_shares_sum_to_one_and_runs_repeat(name: str) -> None:
+    items = lengths(PaperOptions(num_requests=40), 256)
+    pool = Pool(num_blocks=100, max_model_len=256)
+    found = saturate(name, pool, items)
+    assert sum(found.shares.values()) == pytest.approx(1, abs=1e-12)
+    assert found == saturate(name, pool, items)
+
+
+def test_what_does_not_fill_the_pool_is_refused() -> None:
+    with pytest.raises(WorkloadError, match="do not saturate 8 blocks under paged"):
+        saturate("paged", SMALL, [WorkItem(0.0, 4, 4)] * 2)
+
+
+def test_the_scales_are_the_papers() -> None:
+    """12 GiB hold 15.7 thousand tokens of OPT-13B; an 8B's 16 tokens are a driver's page."""
+    assert OPT_13B.token_bytes == 800 * 1024
+    assert SCALES["opt-13b"].num_blocks * 16 == 15728
+    assert driver_block(LLAMA_8B) == 16
+    assert driver_block(OPT_13B) == 64
+    assert pool_of("opt-13b", block_size=64).num_blocks == 245
+    for arguments, message in (
+        (("opt-7b",), "scale must be one of opt-13b, llama-3.1-8b"),
+        (("opt-13b", 100), "no run of 128, which 2048 tokens need"),
+    ):
+        with pytest.raises(WorkloadError, match=message):
+            pool_of(*arguments)
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["bench", "paper", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+SHORT = ("--num-requests", "60", "--num-blocks", "400")
+
+
+def test_figure_2_has_the_papers_order() -> None:
+    found = json.loads(run("--figure", "2", *SHORT, "--json"))
+    assert list(found) == list(MANAGERS)
+    for parts in found.values():
+        assert list(parts) == PARTS
+        assert sum(parts.values()) == pytest.approx(1, abs=1e-9)
+        assert min(parts.values()) >= 0
+    live = [found[name]["live"] for name in MANAGERS]
+    assert live[0] < live[1] < live[2] < 0.5 < 0.85 < live[3]
+    assert live[4] == pytest.approx(live[3], abs=0.01)
+    assert found["orca-max"]["internal"] > 0.4
+    assert found["orca-oracle"]["internal"] < 0.02
+    assert found["orca-oracle"]["external"] > 0.2
+
+
+def test_a_figure_is_written_with_what_it_depends_on(tmp_path: Path) -> None:
+    text = run("--figure", "13", *SHORT, "--output", str(tmp_path / "new"))
+    assert "written: " in text
+    assert (tmp_path / "new" / "figure-13.png").read_bytes().startswith(b"\x89PNG")
+    lines = (tmp_path / "new" / "figure-13.csv").read_text().splitlines()
+    caption = [line for line in lines if line.startswith("#")]
+    assert "60 requests of ShareGPT lengths" in caption[1]
+    assert "octavo" in caption[2]
+    assert output.machine() in caption[2]
+    assert output.commit() in caption[2]
+    rows = list(csv.DictReader(lines[len(caption) :]))
+    assert [row["manager"] for row in rows] == list(MANAGERS)
+    running = {row["manager"]: float(row["mean_running"]) for row in rows}
+    assert running["orca-max"] < running["orca-pow2"] < running["orca-oracle"] < running["paged"]
+
+
+def test_figure_15_saves_more_with_beams(tmp_path: Path) -> None:
+    trace = tmp_path / "lengths.csv"
+    trace.write_text("prompt_tokens,output_tokens\n" + "100,20\n60,30\n" * 4)
+    found = json.loads(run("--figure", "15", "--trace", str(trace), "--json"))
+    assert list(found) == ["parallel", "beam"]
+    for by_width in found.values():
+        assert list(by_width) == ["2", "4", "6"]
+        assert 0 < by_width["2"] < by_width["6"] < 100
+    assert found["beam"]["4"] > found["parallel"]["4"]
+
+
+def test_every_figure_says_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app, ["bench", "paper", "--figure", "7"])
+    assert result.exit_code == 1
+    assert f"figure must be one of {', '.join(FIGURES)}" in result.stderr
+    monkeypatch.setattr(output, "find_spec", lambda name: None)
+    result = CliRunner().invoke(app, ["bench", "paper", "--figure", "2", "--output", "x"])
+    assert result.exit_code == 1
+    assert "octavo[plots]" in result.stderr

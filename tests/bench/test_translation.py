@@ -1,0 +1,63 @@
+"""Both translations measured on a tiny model, on a CPU: every figure is there and is positive."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.bench import translation
+from octavo.bench.translation import Step, line, measure, timed_steps
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "torch_dtype": "float32", "tie_word_embeddings": True, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPE))
+    monkeypatch.setattr(translation, "_CONTEXT", 12)
+    monkeypatch.setattr(translation, "_STEPS", 12)
+    monkeypatch.setattr(translation, "_RATE", 200.0)
+    monkeypatch.setattr(translation, "DECODE_ROWS", (1, 3))
+    monkeypatch.setattr(translation, "_lengths", lambda count: [(9, 3), (20, 2), (5, 4)])
+    options = {"device": "cpu", "kv_memory": "8MiB", "max_model_len": 512}
+    kinds = {kind: {"kv": kind, **options} for kind in ("paged", "virtual")}
+    monkeypatch.setattr(translation, "KINDS", kinds)
+    # `resources.files(...) / ... / name` of an absolute path is that path.
+    return str(path.with_suffix(""))
+
+
+def test_every_figure_of_both_translations(shape: str) -> None:
+    told: list[dict[str, Any]] = []
+    rows = measure(
+        shape, ("prefill", "decode", "offline", "load"), ("paged", "virtual"), told.append, (40,)
+    )
+    assert rows == told
+    works = [row["work"] for row in rows if row["kind"] == "paged"]
+    assert works == ["decode 1", "decode 3", "prefill 40", "offline", "load"]
+    assert [row["work"] for row in rows if row["kind"] == "virtual"] == works
+    for row in rows:
+        figures = {name: value for name, value in row.items() if name not in ("work", "kind")}
+        assert figures
+        assert all(value > 0 for value in figures.values()), row
+        assert all(name in line(row) for name in figures)
+
+
+def test_steps_are_timed_one_by_one(shape: str) -> None:
+    with translation.opened(shape, "paged") as llm:
+        with timed_steps(llm) as steps:
+            translation.works.generate(llm, [(6, 3)] * 2, 0)
+        step = llm._core.step
+        translation.works.generate(llm, [(6, 3)], 0)
+        assert llm._core.step == step, "the engine is as it was"
+    assert [(s.num_rows, s.has_chunks) for s in steps] == [(2, True), (2, False), (2, False)]
+    assert all(0 <= s.waited_s <= s.seconds for s in steps)
+    assert isinstance(steps[0], Step)

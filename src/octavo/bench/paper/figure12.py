@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.bench.paper.curves import Curves, draw_curves, rows_of, table_of
-from octavo.bench.paper.machine import ASSUMED, a100_opt_13b
+from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
 from octavo.bench.paper.managers import MANAGERS, Pool, pool_of
 from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
 from octavo.bench.paper.serving import STATIC, Served, serve, sustained_rate, sweep
@@ -53,7 +53,7 @@ def measure(options: PaperOptions) -> PaperReport:
 
 def curve(name: str, pool: Pool, items: Sequence[WorkItem], seed: int) -> dict[float, Served]:
     """One manager at each rate."""
-    run = partial(serve, name, pool, latency=a100_opt_13b(pool.block_size))
+    run = partial(serve, name, pool, latency=paper_opt13b_a100(pool.block_size))
     return sweep(RATES, items, lambda at: run(items=at), seed=seed, stop_at_s=STOP_S)
 
 

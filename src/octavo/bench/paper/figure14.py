@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.bench.paper.curves import Curves, rows_of, table_of
-from octavo.bench.paper.machine import ASSUMED, a100_opt_13b
+from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
 from octavo.bench.paper.managers import Pool, pool_of
 from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
 from octavo.bench.paper.serving import Served, plain_request, serve, sustained_rate, sweep
@@ -95,7 +95,7 @@ def _serve(name: str, pool: Pool, is_beam: bool, width: int, items: list[WorkIte
             return replace(request, params=params, n=width, beam_width=width)
         return replace(request, params=replace(request.params, temperature=1.0), n=width)
 
-    latency = a100_opt_13b(pool.block_size)
+    latency = paper_opt13b_a100(pool.block_size)
     return serve(name, pool, items, latency, make=make, per_request=width)
 
 

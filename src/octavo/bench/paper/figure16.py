@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.bench.paper.curves import Curves, rows_of, table_of
-from octavo.bench.paper.machine import ASSUMED, a100_opt_13b
+from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
 from octavo.bench.paper.managers import Pool, pool_of
 from octavo.bench.paper.report import PaperOptions, PaperReport
 from octavo.bench.paper.serving import Served, plain_request, serve, sustained_rate, sweep
@@ -85,7 +85,7 @@ def _curve(name: str, pool: Pool, prefix: int, count: int, seed: int) -> dict[fl
         serve,
         name.partition(",")[0],
         pool,
-        latency=a100_opt_13b(pool.block_size),
+        latency=paper_opt13b_a100(pool.block_size),
         make=make,
         prefix_caching=name.endswith("shared"),
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.bench.paper.machine import ASSUMED, a100_opt_13b
+from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
 from octavo.bench.paper.managers import pool_of
 from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
 from octavo.bench.paper.serving import serve
@@ -39,7 +39,7 @@ def measure(options: PaperOptions) -> PaperReport:
     served = {}
     for size in SIZES:
         sized = pool_of(options.scale, None, size)
-        served[size] = serve("paged", sized, with_arrivals(items, times), a100_opt_13b(size))
+        served[size] = serve("paged", sized, with_arrivals(items, times), paper_opt13b_a100(size))
     values = {
         str(size): {
             "scattered_ms": kernel[size][0],

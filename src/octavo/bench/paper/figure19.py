@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.bench.paper.machine import A100, ASSUMED, OPT_13B, a100_opt_13b
+from octavo.bench.paper.machine import A100, ASSUMED, OPT_13B, paper_opt13b_a100
 from octavo.bench.paper.managers import pool_of
 from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
 from octavo.bench.paper.serving import serve
@@ -43,7 +43,7 @@ def measure(options: PaperOptions) -> PaperReport:
                 "paged",
                 sized,
                 with_arrivals(items, times),
-                a100_opt_13b(size),
+                paper_opt13b_a100(size),
                 preemption=PreemptionPolicy(mode=way),
                 num_host_blocks=sized.num_blocks if way == "swap" else 0,
             )
@@ -70,7 +70,7 @@ def overheads_ms(block_size: int) -> dict[str, float]:
     blocks = num_blocks_for(CONTEXT, block_size)
     bytes_s = 2 * blocks * block_size * OPT_13B.token_bytes / A100.swap_rate
     copies_of_a_layout = {"one": 1, "layered": 2 * OPT_13B.num_layers}
-    recompute = a100_opt_13b(block_size).seconds(
+    recompute = paper_opt13b_a100(block_size).seconds(
         StepLoad(
             num_tokens=CONTEXT,
             num_rows=1,

@@ -77,6 +77,34 @@ def holds(cache: VirtualKVCache, req_id: int, length: int, value: float) -> bool
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "meta"}, "device must be auto, cpu"),
+        ({"device": "cpu:3"}, "device must be auto, cpu"),
+        ({"device": "foo"}, "device must be auto, cpu"),
+        ({"dtype": "float32"}, "dtype must be a torch.dtype"),
+        ({"memory_limit": "1GiB"}, "memory_limit must be a number of bytes"),
+    ],
+)
+def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, **changes}
+    with pytest.raises(ValueError, match=message):
+        VirtualKVCache.init(2, 4, 100, 2, 16, 64, **options)
+
+
+def test_lengths_are_whole_numbers_and_a_closed_cache_says_so() -> None:
+    cache = VirtualKVCache.init(2, 2, 100, 2, 16, 64, device="cpu", dtype=torch.float32)
+    cache.alloc_reqid()
+    for lengths in ([10.9, 0], [10**30, 0], torch.tensor([3.0, 0.0])):
+        with pytest.raises(ValueError, match="whole numbers"):
+            cache.step(lengths)
+    cache.step(torch.tensor([3, 0]))
+    cache.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        cache.num_mapped_tokens(0)
+
+
 def test_tensors_are_the_papers_and_a_request_is_at_its_offset() -> None:
     with make() as cache:
         assert len(cache.keys) == len(cache.values) == LAYERS

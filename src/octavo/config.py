@@ -205,6 +205,10 @@ class EngineConfig:
             raise ConfigError(
                 "kv=contiguous never preempts, so there is nothing to swap: leave out swap_memory"
             )
+        if self.kv == "contiguous" and self.preemption != "recompute":
+            raise ConfigError(
+                f"kv=contiguous never preempts: leave out preemption={self.preemption}"
+            )
         if self.map_forks is not None and self.kv != "virtual":
             raise ConfigError("map_forks is for kv=virtual: there are no slots to map otherwise")
         if self.preemption != "recompute" and not parse_size("swap_memory", self.swap_memory):

@@ -161,7 +161,13 @@ class VirtualKVCache:
             raise ValueError("reclaim_after_s and eager_tokens must not be negative")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        where = torch.device(device)
+        where = _host_or_gpu(device)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+        if memory_limit is not None and (
+            isinstance(memory_limit, bool) or not isinstance(memory_limit, int)
+        ):
+            raise ValueError(f"memory_limit must be a number of bytes, got {memory_limit!r}")
         is_gpu = where.type == "cuda"
         if is_gpu and where.index is None:
             where = torch.device("cuda", _current_gpu())
@@ -220,6 +226,7 @@ class VirtualKVCache:
     def num_mapped_tokens(self, req_id: int) -> int:
         """Tokens of a request that may be touched now: what `step` was told, and what is mapped to
         the end of its page or ahead."""
+        self._check_open()
         self._check_id(req_id)
         # Of what is mapped now some may be about to go.
         num_places = min(self._mapper.num_shown(req_id), len(self._slots.slots[req_id]))
@@ -329,7 +336,11 @@ class VirtualKVCache:
                 f"cache_seq_lens has {len(lengths)} lengths, but there is one for each of "
                 f"{self.max_batch} request ids (0: it does not run)"
             )
-        found = [int(length) for length in np.asarray(lengths, dtype=np.int64).tolist()]
+        given = np.asarray(lengths)
+        if given.dtype.kind not in "iu":
+            # Rounding a length down would let a kernel touch what is not mapped.
+            raise ValueError(f"cache_seq_lens must be whole numbers, got {lengths!r}")
+        found: list[int] = given.tolist()
         for req_id, length in enumerate(found):
             if not 0 <= length <= self.max_context_len:
                 raise ValueError(
@@ -351,6 +362,17 @@ class VirtualKVCache:
 
 def _current_gpu() -> int:
     return torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+
+def _host_or_gpu(device: str | torch.device) -> torch.device:
+    """Raises ValueError for anything but a host and an NVIDIA GPU."""
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):
+        where = None
+    if where is None or where.type not in ("cpu", "cuda") or (where.type == "cpu" and where.index):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    return where
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ from octavo.bench.paper import figure12, figure14, figure16, figure19
 from octavo.bench.paper.managers import Pool
 from octavo.bench.paper.registry import FIGURES
 from octavo.bench.paper.report import PaperOptions
-from octavo.bench.paper.serving import STATIC, Served, serve, sustained_rate, sweep
+from octavo.bench.paper.serving import STATIC, Served, serve, shown_rate, sustained_rate, sweep
 from octavo.cli import app
 from octavo.simulate.executor import FixedLatency
 from octavo.workload.items import WorkItem
@@ -53,6 +53,7 @@ def test_a_sustained_rate_lies_between_what_was_measured() -> None:
     assert sustained_rate(curve, 0.12) == pytest.approx(2.5)
     assert sustained_rate(curve, 0.2) == 3.0
     assert sustained_rate(curve, 0.01) == 0.0
+    assert (shown_rate(curve, 0.12), shown_rate(curve, 0.2)) == ("2.50", "≥ 3.00")
 
 
 def test_a_sweep_ends_where_it_is_hopeless() -> None:

@@ -118,6 +118,7 @@ def test_a_pool_without_room_for_one_reservation_says_so(model: Path) -> None:
         ({"reserve": "all"}, "reserve must be one of max, pow2, oracle"),
         ({"scheduler": "dynamic"}, "scheduler must be one of continuous, static"),
         ({"swap_memory": "1MiB"}, "never preempts"),
+        ({"preemption": "swap"}, "leave out preemption=swap"),
         ({"attention": "stock"}, "stock does not go with kv=contiguous"),
         ({"kv": "paged", "attention": "contiguous"}, "does not go with kv=paged"),
     ],

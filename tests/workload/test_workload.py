@@ -151,3 +151,9 @@ def test_a_table_of_lengths_is_sampled_and_a_trace_is_followed(tmp_path: Path) -
     options = {"trace": trace, "num_requests": 2, "input_len": 1, "output_len": 1}
     items = make_workload(**options, arrivals="trace")  # type: ignore[arg-type]
     assert [i.arrival_s for i in items] == [0.0, 40.0]
+
+
+def test_a_table_of_lengths_has_no_arrivals_to_keep(tmp_path: Path) -> None:
+    path = write(tmp_path, "prompt_tokens,output_tokens\n3,4\n5,6\n")
+    with pytest.raises(WorkloadError, match="lengths only, and no arrivals"):
+        make_workload(trace=path, num_requests=2, input_len=1, output_len=1, arrivals="trace")

@@ -43,7 +43,13 @@ def make_workload(
     else:
         items = _from_trace(trace, num_requests, max_total_len, seed)
     if arrivals == "trace":
-        return rescaled(items, rate) if rate is not None else items
+        if rate is not None:
+            return rescaled(items, rate)
+        if items[-1].arrival_s <= 0 < len(items) - 1:
+            raise WorkloadError(
+                f"{trace} has lengths only, and no arrivals; choose poisson, gamma or constant"
+            )
+        return items
     return with_arrivals(items, arrival_times(arrivals, len(items), rate=rate, cv=cv, seed=seed))
 
 

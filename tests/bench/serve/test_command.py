@@ -125,6 +125,7 @@ def test_where_nothing_is_served_the_exit_code_says_so(fake: FakeServer) -> None
         (["--arrivals", "all-at-once", "--rate", "2"], "have no rate"),
         (["--csv", "/nowhere/x.csv"], "/nowhere does not exist"),
         (["--plot", "x.doc"], "the name must end in"),
+        (["--csv", "x.csv", "--requests-csv", "x.csv"], "name the same file"),
     ],
 )
 def test_a_mistake_is_found_before_anything_is_sent(

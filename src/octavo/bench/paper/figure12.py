@@ -10,7 +10,7 @@ from octavo.bench.paper.curves import Curves, draw_curves, rows_of, table_of
 from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
 from octavo.bench.paper.managers import MANAGERS, Pool, pool_of
 from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
-from octavo.bench.paper.serving import STATIC, Served, serve, sustained_rate, sweep
+from octavo.bench.paper.serving import STATIC, Served, serve, shown_rate, sustained_rate, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,5 +65,6 @@ def _text(curves: Curves, rates: dict[str, float]) -> str:
     ]
     for name, rate in rates.items():
         ratio = f"{rates['paged'] / rate:.1f}×" if rate else "–"
-        lines.append(f"{name:<26}{rate:>8.2f}{ratio:>10}   {PAPER.get(name, '')}")
+        shown = shown_rate(curves[name], BOUND_S)
+        lines.append(f"{name:<26}{shown:>8}{ratio:>10}   {PAPER.get(name, '')}")
     return "\n".join(lines)

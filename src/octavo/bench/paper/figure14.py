@@ -16,7 +16,14 @@ from octavo.bench.paper.curves import Curves, rows_of, table_of
 from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
 from octavo.bench.paper.managers import Pool, pool_of
 from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
-from octavo.bench.paper.serving import Served, plain_request, serve, sustained_rate, sweep
+from octavo.bench.paper.serving import (
+    Served,
+    plain_request,
+    serve,
+    shown_rate,
+    sustained_rate,
+    sweep,
+)
 from octavo.workload.items import WorkItem
 
 if TYPE_CHECKING:
@@ -109,7 +116,7 @@ def _text(found: dict[str, Curves], rates: dict[str, dict[str, float]]) -> str:
     for label, by_name in rates.items():
         ratio = by_name["paged"] / by_name["orca-oracle"] if by_name["orca-oracle"] else 0.0
         paper = f", paper {PAPER[label]}×" if label in PAPER else ""
-        cells = "".join(f"{by_name[name]:>13.2f}" for name in NAMES)
+        cells = "".join(f"{shown_rate(found[label][name], BOUND_S):>13}" for name in NAMES)
         lines.append(f"{label:<24}{cells}  {ratio:.1f}× of oracle{paper}")
     return "\n".join(lines)
 

@@ -17,7 +17,14 @@ from octavo.bench.paper.curves import Curves, rows_of, table_of
 from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
 from octavo.bench.paper.managers import Pool, pool_of
 from octavo.bench.paper.report import PaperOptions, PaperReport
-from octavo.bench.paper.serving import Served, plain_request, serve, sustained_rate, sweep
+from octavo.bench.paper.serving import (
+    Served,
+    plain_request,
+    serve,
+    shown_rate,
+    sustained_rate,
+    sweep,
+)
 from octavo.core.plan import int_array
 from octavo.workload.items import WorkItem
 
@@ -100,7 +107,7 @@ def _text(found: dict[str, Curves], rates: dict[str, dict[str, float]]) -> str:
     for label, by_name in rates.items():
         shared, oracle = by_name["paged, shared"], by_name["orca-oracle"]
         ratio = f"{shared / oracle:.2f}" if oracle else "–"
-        cells = "".join(f"{by_name[name]:>15.2f}" for name in NAMES)
+        cells = "".join(f"{shown_rate(found[label][name], BOUND_S):>15}" for name in NAMES)
         lines.append(f"{label:<24}{cells}  shared is {ratio}× oracle, paper {PAPER[label]}×")
     return "\n".join(lines)
 

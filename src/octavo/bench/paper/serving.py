@@ -131,6 +131,12 @@ def sweep(
     return found
 
 
+def shown_rate(curve: dict[float, Served], bound_s: float) -> str:
+    """`sustained_rate` as text, ``≥`` before it where the highest rate measured was not enough."""
+    is_enough = list(curve.values())[-1].normalized_latency_s > bound_s
+    return f"{'' if is_enough else '≥ '}{sustained_rate(curve, bound_s):.2f}"
+
+
 def sustained_rate(curve: dict[float, Served], bound_s: float) -> float:
     """The rate at which normalized latency reaches ``bound_s``, between measured ones by a line;
     the highest measured where it stays below."""

@@ -159,6 +159,8 @@ def serve(
         # Whatever cannot work is found before anything is sent.
         for one in asked or [1.0]:
             work.items(one)
+        if csv is not None and csv == requests_csv:
+            raise ConfigError("--csv and --requests-csv name the same file; give each its own")
         for path in (csv, requests_csv):
             serve_report.check_writable(path)
         if plot is not None:

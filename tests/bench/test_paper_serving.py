@@ -8,10 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.bench.paper import figure12, figure14, figure16, figure19
+from octavo.bench.paper.engine import STATIC
 from octavo.bench.paper.managers import Pool
 from octavo.bench.paper.registry import FIGURES
 from octavo.bench.paper.report import PaperOptions
-from octavo.bench.paper.serving import STATIC, Served, serve, shown_rate, sustained_rate, sweep
+from octavo.bench.paper.serving import Served, serve, shown_rate, sustained_rate, sweep
 from octavo.cli import app
 from octavo.simulate.executor import FixedLatency
 from octavo.workload.items import WorkItem

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from engine.tiny_engine import TOKEN_BYTES, build, options, pool, save_gguf, save_llama
 from octavo.config import ConfigError, EngineConfig
@@ -247,3 +249,27 @@ def test_fp8_needs_a_gpu_that_has_it(
         return
     with pytest.raises(ConfigError, match=f"{refused} in fp8 needs .* 8.0; use {refused}=bf16"):
         _check_fp8(config, limits, (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_dense", "kv_dtype", "message"),
+    [
+        ("flash3", False, torch.bfloat16, "attention=flash3 is for long chunks in bfloat16"),
+        ("mixed", False, torch.float32, "attention=mixed is for long chunks"),
+        ("stock", True, torch.float32, "reads bfloat16 and float16 only, not float32"),
+        ("auto", False, torch.float32, None),
+        ("flash3", True, torch.bfloat16, None),
+    ],
+)
+def test_what_a_gpu_would_not_use_is_not_taken_silently(
+    asked: str, is_dense: bool, kv_dtype: torch.dtype, message: str | None
+) -> None:
+    pytest.importorskip("triton")
+    from octavo.engine.build_gpu import _check_attention
+
+    parts: Any = SimpleNamespace(attends_densely=is_dense, kv_dtype=kv_dtype)
+    if message is None:
+        _check_attention(asked, parts)
+        return
+    with pytest.raises(ConfigError, match=message):
+        _check_attention(asked, parts)

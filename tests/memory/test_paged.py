@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from octavo.core.layout import num_blocks_for
-from octavo.core.plan import CopyBlocks, KVCommand, MapBlocks, ReleaseBlocks, SwapIn, SwapOut
+from octavo.core.plan import (
+    CopyBlocks,
+    IntArray,
+    KVCommand,
+    MapBlocks,
+    ReleaseBlocks,
+    SwapIn,
+    SwapOut,
+)
+from octavo.memory import prefix_cache
 from octavo.memory.paged import PagedManager
 from octavo.memory.swap import SwappedTable
 from octavo.memory.virtual import VirtualManager
@@ -443,6 +452,37 @@ def test_without_sharing_a_child_copies_everything_once(num_tokens: int) -> None
     assert isinstance(copies, CopyBlocks)
     assert len(copies.sources) == 2 * num_blocks_for(num_tokens, 4)
     paged.retire((copies,))
+    paged.check()
+
+
+def test_who_waits_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that finds no room is asked for at every step."""
+    made: list[int] = []
+    block_key = prefix_cache.block_key
+
+    def counted(parent: bytes, token_ids: IntArray) -> bytes:
+        made.append(len(token_ids))
+        return block_key(parent, token_ids)
+
+    monkeypatch.setattr(prefix_cache, "block_key", counted)
+    paged = PagedManager(9, SIZE, 4, prefix_caching=True)
+    assert paged.admit(0, as_ids(range(5 * SIZE)))
+    made.clear()
+    waiting = as_ids(range(100, 100 + 4 * SIZE))
+    for _ in range(5):
+        assert paged.admit(1, waiting) is None
+    assert len(made) == 4
+    paged.free(0)
+    assert paged.admit(1, waiting)
+    assert len(paged.publish(1, waiting)) == 4
+    assert len(made) == 4
+    # Others, of equal tokens or another tenant, have keys of their own.
+    equal = as_ids(waiting.tolist())
+    for row, salt, cached in ((2, b"tenant", 0), (3, b"", 3 * SIZE)):
+        admission = paged.admit(row, equal, salt=salt)
+        assert admission is not None
+        assert admission.num_cached_tokens == cached
+        paged.free(row)
     paged.check()
 
 

@@ -79,6 +79,8 @@ class PagedManager:
         self._deltas: list[tuple[int, int, int]] = []
         self._keys: list[SequenceKeys | None] = [None] * max_num_seqs
         self._pins = Pins(self.pool)
+        # Tokens that were last looked for, by identity: nobody changes an array of them.
+        self._asked: tuple[IntArray, bytes, SequenceKeys] | None = None
 
     @property
     def num_free_blocks(self) -> int:
@@ -151,11 +153,20 @@ class PagedManager:
         them, since something has to be computed to go on from."""
         if not self.prefix_caching:
             return None, []
-        keys = SequenceKeys(self.block_size, salt)
-        keys.extend(token_ids)
+        keys = self._keys_of(token_ids, salt)
         hits = self._find(keys, (len(token_ids) - 1) // self.block_size)
         keys.num_published = len(hits)
         return keys, hits
+
+    def _keys_of(self, token_ids: IntArray, salt: bytes) -> SequenceKeys:
+        """The sequence's keys, to be kept. Whoever waits first is asked for at every step: its keys
+        are not made again."""
+        if self._asked is None or self._asked[0] is not token_ids or self._asked[1] != salt:
+            keys = SequenceKeys(self.block_size, salt)
+            keys.extend(token_ids)
+            self._asked = (token_ids, salt, keys)
+        keys = self._asked[2]
+        return keys.fork(len(keys))
 
     def _find(self, keys: SequenceKeys, num_blocks: int) -> list[int]:
         """The cached blocks of the first ``num_blocks`` keys, up to the first that is missing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,17 @@ def test_one_call_for_a_chunk_and_its_prefix(device: torch.device) -> None:
 def test_another_operator_is_refused() -> None:
     with pytest.raises(RuntimeError, match="no forward pass"):
         Flash3(torch.ops.octavo_test_fa3.other.default)
+
+
+def test_a_package_that_cannot_be_imported_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Absent it is no news; broken it would be missed without a word."""
+    (tmp_path / "flash_attn_interface.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    find_flash3.__wrapped__()
+    assert "flash_attn_interface is installed but cannot be imported" in caplog.text
+    assert "undefined symbol" in caplog.text
 
 
 @pytest.mark.gpu

@@ -100,7 +100,7 @@ def test_scores_are_those_of_rounded_keys_and_values(model: Path) -> None:
 
 
 def test_what_keys_and_values_are_kept_in(model: Path) -> None:
-    from octavo.engine.build_gpu import resolve_kv_dtype
+    from octavo.engine.gpu_parts import resolve_kv_dtype
 
     decoder = load_model(model, dtype="float32")
     kinds = {"auto": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -58,7 +58,7 @@ def gpu_engine(
     kv_dtype: str = "auto",
     max_blocks: int | None = None,
 ) -> EngineCore:
-    from octavo.engine.build_gpu import GPUParts
+    from octavo.engine.gpu_parts import GPUParts
     from octavo.execution.executors.gpu import GPUExecutor
 
     device: Device = CUDADevice() if ON_GPU else PlainDevice()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench.paper.serving import Served
+from octavo.bench.paper.serving import Served, sustained_rate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,3 +54,31 @@ def draw_curves(figure: Figure, curves: Curves, bound_s: float) -> None:
     axes.set_xlabel("requests a second")
     axes.set_ylabel("normalized latency, s a token")
     axes.legend(frameon=False, fontsize=8)
+
+
+def draw_rates(figure: Figure, rates: dict[str, dict[str, float]], bound_s: float) -> None:
+    """Sustained rates, by what was asked for and by manager, as bars."""
+    axes = figure.subplots()
+    names = list(next(iter(rates.values())))
+    for index, name in enumerate(names):
+        places = [place + 0.26 * (index - 1) for place in range(len(rates))]
+        axes.bar(places, [by_name[name] for by_name in rates.values()], 0.24, label=name)
+    axes.set_xticks(range(len(rates)), list(rates))
+    axes.set_ylabel(f"requests a second at {bound_s} s a token")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def rates_of(found: dict[str, Curves], bound_s: float) -> dict[str, dict[str, float]]:
+    """The sustained rate of every curve."""
+    return {
+        label: {name: sustained_rate(curve, bound_s) for name, curve in curves.items()}
+        for label, curves in found.items()
+    }
+
+
+def rows_of_all(what: str, found: dict[str, Curves]) -> list[dict[str, Any]]:
+    return [
+        {what: label, **row}
+        for label, curves in found.items()
+        for row in rows_of("manager", curves)
+    ]

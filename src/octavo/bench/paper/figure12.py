@@ -7,10 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.bench.paper.curves import Curves, draw_curves, rows_of, table_of
+from octavo.bench.paper.engine import STATIC
 from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
 from octavo.bench.paper.managers import MANAGERS, Pool, pool_of
 from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
-from octavo.bench.paper.serving import STATIC, Served, serve, shown_rate, sustained_rate, sweep
+from octavo.bench.paper.serving import Served, serve, shown_rate, sustained_rate, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

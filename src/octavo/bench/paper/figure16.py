@@ -13,24 +13,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.bench.paper.curves import Curves, rows_of, table_of
+from octavo.bench.paper.curves import Curves, draw_rates, rates_of, rows_of_all, table_of
+from octavo.bench.paper.engine import plain_request
 from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
 from octavo.bench.paper.managers import Pool, pool_of
 from octavo.bench.paper.report import PaperOptions, PaperReport
 from octavo.bench.paper.serving import (
     Served,
-    plain_request,
     serve,
     shown_rate,
-    sustained_rate,
     sweep,
 )
 from octavo.core.plan import int_array
 from octavo.workload.items import WorkItem
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from octavo.core.request import Request
 
 PREFIXES = {"1-shot": 80, "5-shot": 341}
@@ -50,10 +47,7 @@ def measure(options: PaperOptions) -> PaperReport:
         label: {name: _curve(name, pool, prefix, count, options.seed) for name in NAMES}
         for label, prefix in PREFIXES.items()
     }
-    rates = {
-        label: {name: sustained_rate(curve, BOUND_S) for name, curve in curves.items()}
-        for label, curves in found.items()
-    }
+    rates = rates_of(found, BOUND_S)
     return PaperReport(
         title="Figure 16: a shared prefix",
         conditions=(
@@ -63,13 +57,9 @@ def measure(options: PaperOptions) -> PaperReport:
             f"executor. {ASSUMED}"
         ),
         values=rates,
-        rows=[
-            {"prefix": label, **row}
-            for label, curves in found.items()
-            for row in rows_of("manager", curves)
-        ],
+        rows=rows_of_all("prefix", found),
         text=_text(found, rates),
-        draw=lambda figure: _draw(figure, rates),
+        draw=lambda figure: draw_rates(figure, rates, BOUND_S),
     )
 
 
@@ -110,13 +100,3 @@ def _text(found: dict[str, Curves], rates: dict[str, dict[str, float]]) -> str:
         cells = "".join(f"{shown_rate(found[label][name], BOUND_S):>15}" for name in NAMES)
         lines.append(f"{label:<24}{cells}  shared is {ratio}× oracle, paper {PAPER[label]}×")
     return "\n".join(lines)
-
-
-def _draw(figure: Figure, rates: dict[str, dict[str, float]]) -> None:
-    axes = figure.subplots()
-    for index, name in enumerate(NAMES):
-        places = [place + 0.26 * (index - 1) for place in range(len(rates))]
-        axes.bar(places, [by_name[name] for by_name in rates.values()], 0.24, label=name)
-    axes.set_xticks(range(len(rates)), list(rates))
-    axes.set_ylabel(f"requests a second at {BOUND_S} s a token")
-    axes.legend(frameon=False, fontsize=8)

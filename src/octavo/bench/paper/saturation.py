@@ -12,16 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-import numpy as np
-
-from octavo.bench.paper.managers import MAX_BATCHED_TOKENS, Pool, build_manager
-from octavo.core.plan import KVCapacity, KVUsage
-from octavo.core.request import Request
-from octavo.core.sampling_params import SamplingParams
-from octavo.engine.core import EngineCore
+from octavo.bench.paper.engine import build_core, plain_request
+from octavo.bench.paper.managers import Pool
+from octavo.core.plan import KVUsage
 from octavo.memory.usage import check_usage
-from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
-from octavo.simulate.executor import SimulatedExecutor
+from octavo.scheduling.scheduler import Scheduler
 from octavo.workload.items import WorkItem, WorkloadError
 
 WARM_UP_SHARE = 0.1
@@ -79,21 +74,12 @@ def saturate(name: str, pool: Pool, items: Sequence[WorkItem]) -> Saturation:
     Raises:
         WorkloadError: they do not fill the pool.
     """
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=pool.max_num_seqs,
-            max_num_batched_tokens=max(MAX_BATCHED_TOKENS, pool.max_num_seqs),
-            max_model_len=pool.max_model_len,
-            max_queued_requests=len(items),
-        ),
-        build_manager(name, pool),
-    )
-    executor = SimulatedExecutor(KVCapacity(pool.num_blocks + 1, pool.block_size, 1))
-    core = EngineCore(scheduler, executor, depth=1)
+    core = build_core(name, pool, num_requests=len(items))
+    scheduler = core.scheduler
     meter = _Meter(scheduler, pool.token_bytes)
     core.on_plan = meter.look
     for number, item in enumerate(items):
-        scheduler.add(_request(number, item))
+        scheduler.add(plain_request(number, item))
     num_ended = total_steps = 0
     while core.has_work:
         meter.is_counting = num_ended >= WARM_UP_SHARE * len(items)
@@ -112,10 +98,3 @@ def saturate(name: str, pool: Pool, items: Sequence[WorkItem]) -> Saturation:
         total_steps=total_steps,
         num_preemptions=scheduler.num_preemptions,
     )
-
-
-def _request(number: int, item: WorkItem) -> Request:
-    # Nothing is cached, so what a prompt says does not matter.
-    prompt = np.zeros(item.num_prompt_tokens, dtype=np.int32)
-    params = SamplingParams(max_tokens=item.num_output_tokens, ignore_eos=True, temperature=0.0)
-    return Request(number, prompt, params, item.num_output_tokens, seed=0)

@@ -11,19 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.bench.paper.managers import MAX_BATCHED_TOKENS, Pool, build_manager
-from octavo.core.plan import KVCapacity
+from octavo.bench.paper.engine import build_core, plain_request
+from octavo.bench.paper.managers import Pool
 from octavo.core.request import Request
-from octavo.core.sampling_params import SamplingParams
-from octavo.engine.core import EngineCore
 from octavo.scheduling.preemption import RECOMPUTE, PreemptionPolicy
-from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
 from octavo.simulate.executor import Latency, SimulatedExecutor
 from octavo.workload.arrivals import arrival_times, with_arrivals
 from octavo.workload.items import WorkItem
-
-STATIC = "fastertransformer"
-"""Buffers of the longest sequence and static batches."""
 
 MakeRequest = Callable[[int, WorkItem], Request]
 
@@ -36,13 +30,6 @@ class Served:
     requests_per_s: float
     mean_running: float
     num_preemptions: int
-
-
-def plain_request(number: int, item: WorkItem) -> Request:
-    """One greedy sequence of the item's lengths."""
-    prompt = np.zeros(item.num_prompt_tokens, dtype=np.int32)
-    params = SamplingParams(max_tokens=item.num_output_tokens, ignore_eos=True, temperature=0.0)
-    return Request(number, prompt, params, item.num_output_tokens, seed=0)
 
 
 def serve(
@@ -58,23 +45,17 @@ def serve(
     prefix_caching: bool = False,
 ) -> Served:
     """Serve ``items`` as they arrive. ``per_request`` numbers are kept for each: its sequences."""
-    manager_name = "orca-max" if name == STATIC else name
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=pool.max_num_seqs,
-            max_num_batched_tokens=max(MAX_BATCHED_TOKENS, pool.max_num_seqs),
-            max_model_len=pool.max_model_len,
-            max_queued_requests=len(items) * per_request + 1,
-            preemption=preemption,
-            is_static=name == STATIC,
-        ),
-        build_manager(
-            manager_name, pool, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks
-        ),
+    core = build_core(
+        name,
+        pool,
+        num_requests=len(items) * per_request + 1,
+        latency=latency,
+        preemption=preemption,
+        num_host_blocks=num_host_blocks,
+        prefix_caching=prefix_caching,
     )
-    capacity = KVCapacity(pool.num_blocks + 1, pool.block_size, 1, num_host_blocks)
-    executor = SimulatedExecutor(capacity, latency)
-    core = EngineCore(scheduler, executor, depth=1)
+    scheduler, executor = core.scheduler, core.executor
+    assert isinstance(executor, SimulatedExecutor)
     num_running = 0
 
     def look() -> None:

@@ -7,13 +7,16 @@ shape, so it gets a slice that ends where a sequence does (`dense`).
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import importlib.util
+import logging
 from functools import cache
 from typing import Any
 
 import torch
 
+logger = logging.getLogger(__name__)
+_PACKAGE = "flash_attn_interface"
 # What the kernels are told beside their tensors. Names that a build does not have are left out.
 _FIXED = {
     "is_causal": True,
@@ -69,9 +72,13 @@ class Flash3:
 
 @cache
 def find_flash3() -> Flash3 | None:
-    """What is installed; None: nothing."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("flash_attn_interface")
+    """What is installed; None: nothing, or a package that cannot be imported, which is logged."""
+    if importlib.util.find_spec(_PACKAGE) is not None:
+        try:
+            importlib.import_module(_PACKAGE)
+        except Exception as error:
+            # Extensions fail in many ways when they were built for another PyTorch.
+            logger.warning("%s is installed but cannot be imported: %s", _PACKAGE, error)
     for library in ("flash_attn_3", "_vllm_fa3_C"):
         operator = getattr(getattr(torch.ops, library), "fwd", None)
         if operator is not None:

@@ -93,6 +93,20 @@ def test_the_longest_prefix_is_chosen_and_new_blocks_come_where_they_were() -> N
     assert len(virtual.slot(1)) == 5, "what lies behind stays as it is"
 
 
+def test_no_row_is_chosen_for_whom_there_is_no_room() -> None:
+    virtual = manager(num_blocks=9, prefix_caching=True)
+    run(virtual, 0, list(range(8)))
+    virtual.admit(1, as_ids(range(100, 120)))
+    story = as_ids([*range(8), *range(50, 58)])
+    # Three are free and cached; two of them are hit, and one more is needed beside the other.
+    assert virtual.num_free_blocks == 3
+    assert virtual.choose_rows([0, 2], 1, story[:12], reserve=0) == [0]
+    assert virtual.choose_rows([0, 2], 1, story[:12], reserve=1) == []
+    assert virtual.choose_rows([0, 2], 1, story, reserve=0) == []
+    assert virtual.choose_rows([0, 2], 1, story) == [0]
+    assert virtual.admit(0, story) is None
+
+
 def test_of_equal_slots_the_emptiest_is_chosen() -> None:
     virtual = manager(prefix_caching=True)
     run(virtual, 0, list(range(8)))

@@ -70,10 +70,12 @@ class KVManager(Protocol):
         count: int,
         token_ids: IntArray,
         *,
+        reserve: int | None = None,
         salt: bytes = b"",
         use_cache: bool = True,
     ) -> list[int]:
-        """The ``count`` rows that suit sequences beginning with ``token_ids`` best, best first."""
+        """The ``count`` rows that suit sequences beginning with ``token_ids`` best, best first.
+        None of them where `admit` would refuse with ``reserve`` (None: nobody is admitted)."""
 
     def num_blocks_needed(self, request: Request) -> int:
         """Blocks that all sequences of the request take at their longest."""

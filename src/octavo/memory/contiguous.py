@@ -91,6 +91,7 @@ class ContiguousManager:
         count: int,
         token_ids: IntArray,
         *,
+        reserve: int | None = None,
         salt: bytes = b"",
         use_cache: bool = True,
     ) -> list[int]:

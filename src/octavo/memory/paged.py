@@ -104,6 +104,7 @@ class PagedManager:
         count: int,
         token_ids: IntArray,
         *,
+        reserve: int | None = None,
         salt: bytes = b"",
         use_cache: bool = True,
     ) -> list[int]:
@@ -133,11 +134,9 @@ class PagedManager:
         assert not self._tables[row], f"row {row} still owns blocks"
         num_tokens = len(token_ids)
         keys, hits = self._look_up(token_ids, salt) if use_cache else (None, [])
-        count = num_blocks_for(num_tokens, self.block_size) - len(hits)
-        # Hits that nobody references count as free until they are shared.
-        idle = sum(self.pool.is_cached(block_id) for block_id in hits)
-        if count + reserve > self.pool.num_free - idle:
+        if not self._has_room(num_tokens, hits, reserve):
             return None
+        count = num_blocks_for(num_tokens, self.block_size) - len(hits)
         self.pool.share(hits)
         block_ids = self.pool.try_allocate(count, self._mapped(row, len(hits), count))
         assert block_ids is not None
@@ -147,6 +146,13 @@ class PagedManager:
         self._num_known[row] = num_tokens
         self._num_computed[row] = len(hits) * self.block_size
         return Admission(num_cached_tokens=len(hits) * self.block_size)
+
+    def _has_room(self, num_tokens: int, hits: list[int], reserve: int) -> bool:
+        """Whether there are blocks for what is not hit. Hits that nobody references count as free
+        until they are shared."""
+        count = num_blocks_for(num_tokens, self.block_size) - len(hits)
+        idle = sum(self.pool.is_cached(block_id) for block_id in hits)
+        return count + reserve <= self.pool.num_free - idle
 
     def _look_up(self, token_ids: IntArray, salt: bytes) -> tuple[SequenceKeys | None, list[int]]:
         """The sequence's keys and the cached blocks it begins with; the last token is never among

@@ -21,6 +21,8 @@ it. Only if somebody else had to take it, the place is mapped anew.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from heapq import nsmallest
+from itertools import islice
 
 import numpy as np
 
@@ -105,6 +107,7 @@ class VirtualManager(PagedManager):
         count: int,
         token_ids: IntArray,
         *,
+        reserve: int | None = None,
         salt: bytes = b"",
         use_cache: bool = True,
     ) -> list[int]:
@@ -112,13 +115,29 @@ class VirtualManager(PagedManager):
         blocks that are hit, then free ones that could be taken. Of equals the emptiest slot, so
         that others keep what they show."""
         _, hits = self._look_up(token_ids, salt) if use_cache else (None, [])
-        num_blocks = num_blocks_for(len(token_ids), self.block_size)
+        # While somebody waits for blocks it is asked at every step: rows are looked at only once
+        # there are enough.
+        if reserve is not None and not self._has_room(len(token_ids), hits, reserve):
+            return []
+        num_blocks, slots, is_free = (
+            num_blocks_for(len(token_ids), self.block_size), self._slots, self.pool.is_free
+        )  # fmt: skip
+
+        def begins_well(row: int) -> bool:
+            slot = slots[row]
+            return bool(slot) and (slot[0] == hits[0] if hits else is_free(slot[0]))
 
         def merit(row: int) -> tuple[int, int]:
-            slot = self._slots[row]
-            return self._num_shown(slot[:num_blocks], hits), -len(slot)
+            return self._num_shown(slots[row][:num_blocks], hits), -len(slots[row])
 
-        return sorted(free_rows, key=merit, reverse=True)[:count]
+        # Most slots differ at their first place; of those that do not, some are enough.
+        promising = list(islice(filter(begins_well, free_rows), _MOST_COMPARED))
+        promising.sort(key=merit, reverse=True)
+        if len(promising) < count:
+            others = (row for row in free_rows if row not in promising)
+            missing = count - len(promising)
+            promising += nsmallest(missing, others, key=lambda row: len(slots[row]))
+        return promising[:count]
 
     def _num_shown(self, slot: list[int], hits: list[int]) -> int:
         for place, block_id in enumerate(slot):
@@ -325,6 +344,8 @@ class VirtualManager(PagedManager):
 
 
 _NO_TOKENS = int_array([])
+# Slots that begin alike and are compared to their ends.
+_MOST_COMPARED = 32
 
 
 def _map_blocks(places: list[tuple[int, int, int]], *, is_ahead: bool = False) -> MapBlocks:

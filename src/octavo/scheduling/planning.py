@@ -185,10 +185,9 @@ class Planner:
             group = self.state.waiting[0]
             if self.state.rows.num_free < len(group.sequences):
                 return
-            if self.state.manager.max_mapped_blocks is not None:
-                if not self._can_map(group):
-                    return
-                self._choose_rows(group)
+            has_slots = self.state.manager.max_mapped_blocks is not None
+            if has_slots and not (self._can_map(group) and self._choose_rows(group)):
+                return
             if group.swapped is not None:
                 if not self._try_swap_in(group, inits):
                     return
@@ -224,17 +223,22 @@ class Planner:
         wanted = len(group.sequences) * num_blocks_for(group.request.max_length, size)
         return taken + wanted <= manager.max_mapped_blocks
 
-    def _choose_rows(self, group: Group) -> None:
-        """Hand out next the rows whose slots have most of the group's blocks mapped already."""
+    def _choose_rows(self, group: Group) -> bool:
+        """Hand out next the rows whose slots have most of the group's blocks mapped already; False
+        when it cannot be admitted yet."""
         request = group.request
+        is_new = group.swapped is None
         rows = self.state.manager.choose_rows(
             self.state.rows.free_rows,
             len(group.sequences),
             group.sequences[0].token_ids,
+            # What is swapped in takes the blocks of its tables, which `swap_in` counts.
+            reserve=self._reserve_for(group) if is_new else None,
             salt=request.cache_salt,
-            use_cache=group.swapped is None and not request.needs_prompt_logits,
+            use_cache=is_new and not request.needs_prompt_logits,
         )
         self.state.rows.prefer(rows)
+        return bool(rows)
 
     def _try_blocks(self, group: Group) -> list[int] | None:
         """Blocks for what the group has to compute: a new one's prompt once, or all sequences of

@@ -24,7 +24,14 @@ from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.simulate.executor import FixedLatency
 from octavo.simulate.load import StepLoad
-from octavo.simulate.recording import Recorder, Recording, TimingExecutor, difference, replay
+from octavo.simulate.recording import (
+    HostClock,
+    Recorder,
+    Recording,
+    TimingExecutor,
+    difference,
+    replay,
+)
 from octavo.simulate.replica import Replica
 
 WAYS = ("paged", "virtual")
@@ -187,7 +194,7 @@ def test_differences_are_named() -> None:
 def test_steps_are_timed_from_the_end_of_the_one_before(model: Path) -> None:
     core, _ = build(model, **options("paged"))
     ticks = itertools.count()
-    timing = TimingExecutor(core.executor, clock=lambda: float(next(ticks) ** 2))
+    timing = TimingExecutor(core.executor, HostClock(lambda: float(next(ticks) ** 2)))
     core.executor = timing
     prompt, params = int_array([1, 2, 3]), SamplingParams(ignore_eos=True)
     core.scheduler.add(Request(0, prompt, params, 3, 0))

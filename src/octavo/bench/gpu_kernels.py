@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from octavo.bench.ceilings import Ceilings, gpu_seconds
-from octavo.execution.attention.dense import DenseChunk, dense_attention
+from octavo.execution.attention.dense import DenseChunk, dense_attention, dense_count
+from octavo.execution.attention.paged import SHARES
 from octavo.execution.kernels.block_copy import copy_blocks
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
+from octavo.execution.kernels.decode_parts import decode_parts
 from octavo.execution.kernels.fp8 import scaled_linear
 from octavo.execution.kernels.linear import linear, tiling
 from octavo.execution.kernels.logit_edits import (
@@ -29,13 +32,20 @@ from octavo.execution.kernels.logit_edits import (
 )
 from octavo.execution.kernels.prefill_attention import (
     PrefillTiles,
+    PrefillWorkspace,
     prefill_attention,
     tile_tokens,
 )
+from octavo.execution.prefill_tiles import TileCutter
 
 _HEADS, _KV_HEADS, _DIM, _BLOCK = 32, 8, 128, 16
 _DECODE = ((1, 4096), (16, 1024), (64, 1024), (64, 8192), (256, 512), (256, 2048), (8, 65536))
-_PREFILL = ((8192, 8192), (32768, 32768), (2048, 65536))
+# Rows of unlike lengths: what the longest of them take beside the others.
+_MIXED = {
+    "63 x 200, 1 x 8192": [200] * 63 + [8192],
+    "250 x 256, 6 x 4096": [256] * 250 + [4096] * 6,
+}
+_PREFILL = ((8192, 8192), (32768, 32768), (2048, 65536), (22, 8192), (256, 65536))
 _PROJECTIONS = {
     "qkv": (6144, 4096),
     "o": (4096, 4096),
@@ -165,40 +175,45 @@ def _ints(values: list[int]) -> torch.Tensor:
 
 def _decodes(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     for rows, context in _DECODE:
-        layers, tables = _pool(rows, context)
-        queries = torch.randn(rows, _HEADS, _DIM, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty_like(queries)
-        row_ids, last = _ints(list(range(rows))), _ints([context - 1] * rows)
-        splits = max(1, -(-264 // (rows * _KV_HEADS)))
-        workspace = DecodeWorkspace(
-            rows * _KV_HEADS * splits, _DIM, _HEADS // _KV_HEADS, out.device
-        )
-        count = _ints([rows])
+        yield from _decode(ceilings, f"{rows} x {context}", [context] * rows)
+    for name, lengths in _MIXED.items():
+        yield from _decode(ceilings, name, lengths)
 
-        arguments = (row_ids, last, count, tables, out, workspace)
-        num_bytes = rows * context * _KV_HEADS * _DIM * 4
-        for kind in ("", "fp8 ") if ceilings.fp8_flops else ("",):
-            scales = None
-            if kind:
-                layers, num_bytes = layers.to(torch.float8_e4m3fn), num_bytes // 2
-                scales = torch.ones(2, _KV_HEADS, device="cuda")
-            work = partial(_decode_layers, queries, layers, arguments, splits, scales)
-            seconds = _captured(work, len(layers))
-            yield _figure(
-                f"{kind}decode {rows} x {context}", seconds, num_bytes, ceilings.read_bytes, 1e12,
-                f"split {splits}",
-            )  # fmt: skip
+
+def _decode(ceilings: Ceilings, name: str, lengths: list[int]) -> Iterator[dict[str, Any]]:
+    rows = len(lengths)
+    layers, tables = _pool(rows, max(lengths))
+    queries = torch.randn(rows, _HEADS, _DIM, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(queries)
+    row_ids, last = _ints(list(range(rows))), _ints([length - 1 for length in lengths])
+    parts = decode_parts(
+        row_ids, last, _ints([rows]), max_tokens=rows, num_kv_heads=_KV_HEADS, programs=SHARES
+    )
+    workspace = DecodeWorkspace(
+        len(parts.table), rows, _KV_HEADS, _DIM, _HEADS // _KV_HEADS, out.device
+    )
+    num_bytes = sum(lengths) * _KV_HEADS * _DIM * 4
+    for kind in ("", "fp8 ") if ceilings.fp8_flops else ("",):
+        scales = None
+        if kind:
+            layers, num_bytes = layers.to(torch.float8_e4m3fn), num_bytes // 2
+            scales = torch.ones(2, _KV_HEADS, device="cuda")
+        work = partial(_decode_layers, queries, layers, (parts, tables, out, workspace), scales)
+        seconds = _captured(work, len(layers))
+        yield _figure(
+            f"{kind}decode {name}", seconds, num_bytes, ceilings.read_bytes, 1e12,
+            f"{int(parts.count)} parts",
+        )  # fmt: skip
 
 
 def _decode_layers(
     queries: torch.Tensor,
     layers: torch.Tensor,
     arguments: tuple[Any, ...],
-    splits: int,
     scales: torch.Tensor | None,
 ) -> None:
     for layer in layers:
-        decode_attention(queries, layer, *arguments, splits=splits, kv_scales=scales)
+        decode_attention(queries, layer, *arguments, kv_scales=scales)
 
 
 def _prefills(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
@@ -207,21 +222,20 @@ def _prefills(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         layer = layers[0]
         queries = torch.randn(count, _HEADS, _DIM, device="cuda", dtype=torch.bfloat16)
         out = torch.empty_like(queries)
-        tile, start = tile_tokens(_HEADS, _KV_HEADS), context - count
-        firsts = list(range(0, count, tile))[::-1]
-        tiles = PrefillTiles(
-            _ints(firsts),
-            _ints([min(tile, count - first) for first in firsts]),
-            _ints([0] * len(firsts)),
-            _ints([start + first for first in firsts]),
-            _ints([len(firsts)]),
-        )
+        start = context - count
+        cutter = TileCutter(tile_tokens(_HEADS, _KV_HEADS), _KV_HEADS)
+        row = np.zeros(1, dtype=np.int32)
+        found = cutter.tiles(row, row + count, row + start, row, 0)
+        tiles = PrefillTiles(torch.from_numpy(found).cuda().contiguous(), _ints([found.shape[1]]))
+        workspace = PrefillWorkspace(cutter.max_parts, _KV_HEADS, _DIM, out.device)
         chunk = DenseChunk(0, 0, count, start)
         flops = 4 * _HEADS * _DIM * (count * start + count * count / 2)
-        for name, work in (
-            ("blocks", partial(prefill_attention, queries, layer, tiles, tables, out)),
-            ("dense", partial(dense_attention, queries, layer, tables, chunk, out)),
-        ):
+        works = {
+            "blocks": partial(prefill_attention, queries, layer, tiles, tables, out, workspace)
+        }
+        if dense_count(count, start) == count:
+            works["dense"] = partial(dense_attention, queries, layer, tables, chunk, out)
+        for name, work in works.items():
             seconds = gpu_seconds(work)
             yield _figure(
                 f"prefill {count} of {context}, {name}", seconds, flops, ceilings.matmul_flops,

@@ -64,7 +64,7 @@ SIZES = {
         decode=(256, 128, 512),
         prefill=(64, 4096, 16),
         prefill_rate=6.0,
-        sharegpt=400,
+        sharegpt=300,
         sharegpt_rate=20.0,
         max_total_len=2048,
     ),

@@ -8,6 +8,7 @@ Graphs are captured at their second use: the first runs as it is, which also com
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from octavo.execution.attention.dense import MIN_TOKENS, DenseChunk, dense_count
 from octavo.execution.attention.paged import PagedAttention, PagedStep, RowSpans
 from octavo.execution.device import Device
 from octavo.execution.device_rows import DeviceRows
-from octavo.execution.kernels.prefill_attention import PrefillTiles, tile_tokens
+from octavo.execution.kernels.prefill_attention import PrefillTiles
 from octavo.execution.kernels.prefix_attention import PrefixTiles, tile_rows
 from octavo.execution.kernels.row_state import fill_tokens, gather_rows
 from octavo.execution.kernels.sampling import (
@@ -29,6 +30,7 @@ from octavo.execution.kernels.sampling import (
     argmax_tokens,
     sample_tokens,
 )
+from octavo.execution.prefill_tiles import FIELDS
 from octavo.execution.staging import Staging
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 # A forward pass over more tokens than this is long enough to hide its launches.
 _MAX_CAPTURED_TOKENS = 2048
 _ALIGN = 16
+# Rows at which cuBLAS multiplies fast: in between it takes longer than at the next of them, at 448
+# a third longer than at 512 (8B and 1B shapes on an H200).
+_SIZES = (160, 192, 256, 320, 384, 512, 640, 768, 1024)
 
 
 class StepGraphs:
@@ -61,7 +66,7 @@ class StepGraphs:
         self._captures = capture
         self._pool = device.capture_pool()
         self._graphs: dict[Hashable, Callable[[], Any] | None] = {}
-        self._tile = tile_tokens(attention.num_heads, num_kv_heads)
+        self._cutter = attention.cutter
         size = rows.num_rows
         place = device.torch_device
         self.out = torch.zeros(_padded(size), dtype=torch.int32, device=place)
@@ -75,7 +80,9 @@ class StepGraphs:
         self._decode_inputs = torch.zeros(3, _padded(size), dtype=torch.int32, device=place)
         self._head_inputs = Staging(device, 3 * _padded(size), depth)
         most = _token_bucket(max_num_batched_tokens)
-        num_ints = 3 * most + 4 * _padded(most + 64) + 32 + _padded(size)
+        # A step that is not captured may have a tile for each token.
+        most_tiles = _padded(most + 64 + self._cutter.max_parts)
+        num_ints = 3 * most + FIELDS * most_tiles + 32 + _padded(size)
         self._forward_inputs = Staging(device, num_ints, depth)
         self._hidden: torch.Tensor | None = None
         self._captured_states: torch.Tensor | None = None
@@ -175,7 +182,7 @@ class StepGraphs:
         done: IntArray = np.zeros(len(rows), dtype=np.int32)
         for index, chunk in dense:
             done[index] = chunk.count
-        tiles = _tiles(rows, counts, starts, done, num_decode, self._tile)
+        tiles = self._cutter.tiles(rows, counts, starts, done, num_decode)
         num_tiles = tiles.shape[1]
         in_slots = is_mapped and self._attention.has_slots
         has_spans = in_slots and self._attention.wants_spans
@@ -184,7 +191,7 @@ class StepGraphs:
         )
         if is_captured:
             size = _token_bucket(num_tokens)
-            most = size // self._tile + 64
+            most = self._most_prefill_tiles(size)
             is_captured = num_tiles <= most
             max_tiles = most if num_tiles else 0
             max_decode = min(_batch_bucket(num_decode), size) if num_decode else 0
@@ -200,10 +207,10 @@ class StepGraphs:
         first = 3 * width
         host[first : first + 2] = (num_decode, num_tiles)
         first += _ALIGN
-        for part in range(4):
+        for part in range(FIELDS):
             place = first + part * tile_width
             host[place : place + num_tiles] = tiles[part]
-        first += 4 * tile_width
+        first += FIELDS * tile_width
         is_all = is_captured or wanted is None
         num_wanted = 0 if is_all or wanted is None else len(wanted)
         if num_wanted:
@@ -237,6 +244,10 @@ class StepGraphs:
 
         key = ("forward", size, max_tiles, max_decode, longest, in_slots)
         return self._run(key, captured), True
+
+    def _most_prefill_tiles(self, num_tokens: int) -> int:
+        """Of a captured step: each row's last tile may be a small one, and some are cut."""
+        return num_tokens // self._cutter.tile + 64 + self._cutter.max_parts
 
     @staticmethod
     def _dense_chunks(
@@ -349,14 +360,17 @@ class StepGraphs:
         fill_tokens(token_ids, token_rows, self._rows.last_token)
         counts = sent[3 * width :]
         first = 3 * width + _ALIGN
-        parts = [sent[first + part * tile_width :][:max_tiles] for part in range(4)]
+        tiles = None
+        if max_tiles:
+            table = sent[first:][: FIELDS * tile_width].view(FIELDS, tile_width)[:, :max_tiles]
+            tiles = PrefillTiles(table, counts[1:2])
         step = PagedStep(
             token_rows,
             positions,
             self._rows.tables,
             num_decode=counts[:1],
             max_decode=max_decode,
-            tiles=PrefillTiles(*parts, num_tiles=counts[1:2]) if max_tiles else None,
+            tiles=tiles,
             dense=dense,
             in_slots=in_slots,
             max_length=longest,
@@ -385,25 +399,6 @@ class StepGraphs:
         return self._logits[: len(logits)].copy_(logits)
 
 
-def _tiles(
-    rows: IntArray, counts: IntArray, starts: IntArray, done: IntArray, first: int, tile: int
-) -> IntArray:
-    """``[4, tiles]``: each one's first token, tokens, row and first position, for the rows from
-    ``first`` on, whose first ``done`` tokens are covered otherwise. Those with most keys come
-    first, so that the last to end are short."""
-    offsets = (np.cumsum(counts) - counts + done)[first:]
-    rows, counts, starts = rows[first:], (counts - done)[first:], (starts + done)[first:]
-    per_row = -(-counts // tile)
-    within = np.arange(int(per_row.sum())) - np.repeat(np.cumsum(per_row) - per_row, per_row)
-    found = np.empty((4, len(within)), dtype=np.int32)
-    found[0] = np.repeat(offsets, per_row) + within * tile
-    found[1] = np.minimum(np.repeat(counts, per_row) - within * tile, tile)
-    found[2] = np.repeat(rows, per_row)
-    found[3] = np.repeat(starts, per_row) + within * tile
-    order = np.argsort(-found[3], kind="stable")
-    return found[:, order]
-
-
 def _spans(
     rows: IntArray, counts: IntArray, starts: IntArray, done: IntArray, device: torch.device
 ) -> RowSpans | None:
@@ -429,11 +424,10 @@ def _padded(count: int) -> int:
 
 
 def _batch_bucket(count: int) -> int:
-    """Rows of a captured step: powers of two to 16, multiples of 16 to 256, then of 64."""
+    """Rows of a captured step: powers of two to 16, multiples of 16 to 128, then `_SIZES`."""
     if count <= 16:
         return 1 << max(count - 1, 0).bit_length()
-    step = 16 if count <= 256 else 64
-    return -(-count // step) * step
+    return -(-count // 16) * 16 if count <= 128 else _library_size(count)
 
 
 def _tile_bucket(count: int) -> int:
@@ -442,5 +436,10 @@ def _tile_bucket(count: int) -> int:
 
 
 def _token_bucket(count: int) -> int:
-    step = 64 if count <= 512 else 256
-    return -(-count // step) * step
+    return -(-count // 64) * 64 if count <= 128 else _library_size(count)
+
+
+def _library_size(count: int) -> int:
+    """The next size at which the library's products are fast."""
+    index = bisect.bisect_left(_SIZES, count)
+    return _SIZES[index] if index < len(_SIZES) else -(-count // 256) * 256

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -33,16 +33,49 @@ class TimedStep:
     seconds: float
 
 
+class StepClock(Protocol):
+    """Tells when steps end, by marks of its own."""
+
+    def now(self) -> Any: ...
+
+    def launched(self) -> Any:
+        """Called right after a launch; `ended` gets what it returns."""
+
+    def ended(self, mark: Any) -> Any:
+        """Called right after the step's results are there: the mark of its end."""
+
+    def seconds(self, first: Any, last: Any) -> float: ...
+
+
+class HostClock:
+    """A step ends when its results are collected."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
+    def now(self) -> float:
+        return self._clock()
+
+    def launched(self) -> None:
+        return None
+
+    def ended(self, mark: None) -> float:
+        return self._clock()
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
+
+
 class TimingExecutor:
     """Passes plans on and notes how long each step took, from the end of the one before: planning
     and digesting are part of it. After a rest call `resume` before the engine works again."""
 
-    def __init__(self, executor: Executor, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, executor: Executor, clock: StepClock | None = None) -> None:
         self._executor = executor
-        self._clock = clock
+        self._clock: StepClock = clock or HostClock()
         self._meter = LoadMeter()
-        self._loads: deque[StepLoad] = deque()
-        self._began = clock()
+        self._launched: deque[tuple[StepLoad, Any]] = deque()
+        self._began = self._clock.now()
         self.steps: list[TimedStep] = []
 
     @property
@@ -51,19 +84,20 @@ class TimingExecutor:
 
     def resume(self) -> None:
         """The next step begins now."""
-        self._began = self._clock()
+        self._began = self._clock.now()
 
     def launch(self, plan: StepPlan) -> None:
-        self._loads.append(self._meter.measure(plan))
+        load = self._meter.measure(plan)
         self._executor.launch(plan)
+        self._launched.append((load, self._clock.launched()))
 
     def collect(self) -> StepResult:
-        load = self._loads.popleft()
+        load, mark = self._launched.popleft()
         try:
             result = self._executor.collect()
         finally:
-            ended = self._clock()
-            seconds, self._began = ended - self._began, ended
+            ended = self._clock.ended(mark)
+            seconds, self._began = self._clock.seconds(self._began, ended), ended
         self.steps.append(TimedStep(load, seconds))
         return result
 

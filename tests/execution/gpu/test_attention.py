@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
 from execution.gpu.references import attend, ints, make_pool, tolerance
+from octavo.execution import prefill_tiles
 from octavo.execution.attention.dense import (
     PIECE,
     DenseChunk,
@@ -17,13 +19,16 @@ from octavo.execution.attention.dense import (
     pieces,
 )
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
+from octavo.execution.kernels.decode_parts import DecodeParts, decode_parts
 from octavo.execution.kernels.merge import gather_keys, merge_attention
 from octavo.execution.kernels.prefill_attention import (
     PrefillTiles,
+    PrefillWorkspace,
     prefill_attention,
     tile_tokens,
 )
 from octavo.execution.kernels.prefix_attention import PrefixTiles, prefix_attention, tile_rows
+from octavo.execution.prefill_tiles import TileCutter
 
 ON_GPU = torch.cuda.is_available()
 NAN = float("nan")
@@ -44,7 +49,7 @@ def run_decode(
     shape: tuple[int, int, int, int],
     lengths: list[int],
     *,
-    splits: int,
+    programs: int,
     window: int = 0,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
@@ -63,39 +68,69 @@ def run_decode(
     positions = ints([*(lengths[row] - 1 for row in order), 0], device)
     out = torch.full_like(queries, NAN)
     group = num_heads // num_kv_heads
-    workspace = DecodeWorkspace((count + 1) * num_kv_heads * splits, head_dim, group, device)
+    parts = decode_parts(
+        rows, positions, ints([count], device), max_tokens=count + 1, num_kv_heads=num_kv_heads,
+        programs=programs, min_keys=min_keys, block_n=block_n, window=window,
+    )  # fmt: skip
+    workspace = DecodeWorkspace(
+        len(parts.table), count + 1, num_kv_heads, head_dim, group, device
+    )  # fmt: skip
+    options = {"block_n": block_n, "kv_scales": pool.scales}
     for _ in range(2):  # the counters are as they were
         decode_attention(
-            queries, pool.kv_layer, rows, positions, ints([count], device), pool.tables, out,
-            workspace, splits=splits, window=window, min_keys=min_keys, block_n=block_n,
-            kv_scales=pool.scales,
+            queries, pool.kv_layer, parts, pool.tables, out, workspace, **options
         )  # fmt: skip
     assert out[count].isnan().all(), "a token beyond the last was touched"
     for token, row in enumerate(order):
         expected = attend(queries[token : token + 1], pool, row, lengths[row] - 1, window)
         torch.testing.assert_close(out[token : token + 1].float(), expected, **tolerance(dtype))
     in_slots = torch.full_like(queries, NAN)
-    decode_attention(
-        queries, pool.slots(lengths), rows, positions, ints([count], device), None, in_slots,
-        workspace, splits=splits, window=window, min_keys=min_keys, block_n=block_n,
-        kv_scales=pool.scales,
-    )  # fmt: skip
+    decode_attention(queries, pool.slots(lengths), parts, None, in_slots, workspace, **options)
     assert torch.equal(in_slots[:count], out[:count]), "the same kernel reads the same in slots"
 
 
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("programs", [1, 64, 4000])
+def test_parts_of_decoding_rows(device: torch.device, programs: int, window: int) -> None:
+    """They cover every key once, in order; none is much longer than an even share."""
+    lengths, heads, min_keys, block_n = [1, 700, 64, 9000, 65, 128], 2, 32, 16
+    rows = [3, 1, 5, 0, 2, 4]
+    max_tokens = 8
+    filler = [0] * (max_tokens - len(rows))
+    parts = decode_parts(
+        ints([*rows, *filler], device), ints([*(n - 1 for n in lengths), *filler], device),
+        ints([len(rows)], device), max_tokens=max_tokens, num_kv_heads=heads, programs=programs,
+        min_keys=min_keys, block_n=block_n, window=window,
+    )  # fmt: skip
+    count = int(parts.count)
+    assert count <= DecodeParts.bound(len(rows), heads, programs) <= len(parts.table)
+    found = parts.table[:count, :6].tolist()
+    firsts = [max(length - window, 0) if window else 0 for length in lengths]
+    total = sum(length - first for length, first in zip(lengths, firsts, strict=True))
+    longest = max(total * heads / programs + block_n, min_keys)
+    for token, (row, length, first) in enumerate(zip(rows, lengths, firsts, strict=True)):
+        own = [part for part in found if part[0] == token]
+        assert [part[1] for part in own] == [row] * len(own)
+        assert [part[4] for part in own] == list(range(len(own)))
+        assert [part[5] for part in own] == [len(own)] * len(own)
+        assert [own[0][2], *(part[3] for part in own)] == [*(part[2] for part in own), length]
+        assert own[0][2] == first
+        assert all(0 < part[3] - part[2] <= longest for part in own)
+        places = [index for index, part in enumerate(found) if part[0] == token]
+        assert places == list(range(places[0], places[0] + len(own)))
+
+
 @pytest.mark.parametrize("shape", SMALL)
-@pytest.mark.parametrize(("splits", "window"), [(1, 0), (3, 0), (2, 7)])
+@pytest.mark.parametrize(("programs", "window"), [(4, 0), (100, 0), (100, 7)])
 def test_decode(
-    device: torch.device, shape: tuple[int, int, int, int], splits: int, window: int
+    device: torch.device, shape: tuple[int, int, int, int], programs: int, window: int
 ) -> None:
-    run_decode(device, shape, [1, 31, 100], splits=splits, window=window)
+    run_decode(device, shape, [1, 31, 100], programs=programs, window=window)
 
 
-@pytest.mark.parametrize(("shape", "splits", "window"), [(SMALL[0], 3, 0), (SMALL[1], 2, 7)])
-def test_decode_of_fp8(
-    device: torch.device, shape: tuple[int, int, int, int], splits: int, window: int
-) -> None:
-    run_decode(device, shape, [1, 31, 100], splits=splits, window=window, kv_dtype=E4M3)
+@pytest.mark.parametrize(("shape", "window"), [(SMALL[0], 0), (SMALL[1], 7)])
+def test_decode_of_fp8(device: torch.device, shape: tuple[int, int, int, int], window: int) -> None:
+    run_decode(device, shape, [1, 31, 100], programs=100, window=window, kv_dtype=E4M3)
 
 
 @pytest.mark.gpu
@@ -107,9 +142,9 @@ def test_decode_over_a_grid(
 ) -> None:
     size = shape[3]
     edges = sorted({1, size - 1, size, size + 1, 63, 64, 65, 127, 128, 129, 511, 1000})
-    for splits, window in ((1, 0), (5, 0), (5, 100)):
+    for programs, window in ((1, 0), (100, 0), (100, 100)):
         run_decode(
-            device, shape, edges, splits=splits, window=window, dtype=torch.bfloat16,
+            device, shape, edges, programs=programs, window=window, dtype=torch.bfloat16,
             kv_dtype=kv_dtype, min_keys=128, block_n=64,
         )  # fmt: skip
 
@@ -130,22 +165,20 @@ def run_prefill(
         [start + count for start, count in chunks], num_kv_heads=num_kv_heads, head_dim=head_dim,
         block_size=block_size, dtype=kv_dtype or dtype, device=device,
     )  # fmt: skip
-    tile = tile_tokens(num_heads, num_kv_heads)
-    tiles, first = [], 1  # the first token belongs to nobody
-    for row, (start, count) in enumerate(chunks):
-        tiles += [
-            (first + within, min(tile, count - within), row, start + within)
-            for within in range(0, count, tile)
-        ]
-        first += count
-    queries = torch.randn(first, num_heads, head_dim, device=device).to(dtype)
+    cutter = TileCutter(tile_tokens(num_heads, num_kv_heads), num_kv_heads, cuts=not window)
+    starts, counts = (np.array(column, dtype=np.int32) for column in zip(*chunks, strict=True))
+    found = cutter.tiles(np.arange(len(chunks), dtype=np.int32), counts, starts, 0 * counts, 0)
+    found[0] += 1  # the first token belongs to nobody
+    nobody = [[0], [1], [0], [0], [0], [1], [-1], [0], [1]]
+    tiles = PrefillTiles(
+        ints(np.hstack([found, nobody]).tolist(), device), ints([found.shape[1]], device)
+    )
+    workspace = PrefillWorkspace(cutter.max_parts, num_kv_heads, head_dim, device)
+    options = {"window": window, "block_n": block_n, "kv_scales": pool.scales}
+    queries = torch.randn(1 + int(counts.sum()), num_heads, head_dim, device=device).to(dtype)
     out = torch.full_like(queries, NAN)
-    padded = [*tiles, (0, 1, 0, 0)]
-    columns = [ints(column, device) for column in zip(*padded, strict=True)]
-    prefill_attention(
-        queries, pool.kv_layer, PrefillTiles(*columns, ints([len(tiles)], device)), pool.tables,
-        out, window=window, block_n=block_n, kv_scales=pool.scales,
-    )  # fmt: skip
+    for _ in range(2):  # the counters are as they were
+        prefill_attention(queries, pool.kv_layer, tiles, pool.tables, out, workspace, **options)
     assert out[0].isnan().all(), "a token of no tile was touched"
     first = 1
     for row, (start, count) in enumerate(chunks):
@@ -155,10 +188,7 @@ def run_prefill(
         first += count
     in_slots = torch.full_like(queries, NAN)
     slots = pool.slots([start + count for start, count in chunks])
-    prefill_attention(
-        queries, slots, PrefillTiles(*columns, ints([len(tiles)], device)), None, in_slots,
-        window=window, block_n=block_n, kv_scales=pool.scales,
-    )  # fmt: skip
+    prefill_attention(queries, slots, tiles, None, in_slots, workspace, **options)
     assert torch.equal(in_slots[1:], out[1:]), "the same kernel reads the same in slots"
 
 
@@ -166,6 +196,13 @@ def run_prefill(
 @pytest.mark.parametrize("window", [0, 7])
 def test_prefill(device: torch.device, shape: tuple[int, int, int, int], window: int) -> None:
     run_prefill(device, shape, [(0, 45), (33, 3)], window=window)
+
+
+def test_prefill_of_a_tile_in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens behind long prefixes; of the last part of one its first query sees no key."""
+    monkeypatch.setattr(prefill_tiles, "MIN_KEYS", 32)
+    monkeypatch.setattr(prefill_tiles, "KEY_TILE", 32)
+    run_prefill(device, SMALL[0], [(125, 7), (0, 20), (60, 3), (96, 1)])
 
 
 @pytest.mark.parametrize(("shape", "window"), [(SMALL[0], 0), (SMALL[1], 7)])
@@ -182,7 +219,7 @@ def test_prefill_of_fp8(
 def test_prefill_over_a_grid(
     device: torch.device, shape: tuple[int, int, int, int], kv_dtype: torch.dtype | None
 ) -> None:
-    chunks = [(0, 1), (0, 200), (127, 1), (128, 130), (300, 33), (1, 64)]
+    chunks = [(0, 1), (0, 200), (127, 1), (128, 130), (300, 33), (1, 64), (2500, 9), (1535, 2)]
     for window in (0, 100):
         run_prefill(
             device, shape, chunks, window=window, dtype=torch.bfloat16, kv_dtype=kv_dtype,
@@ -247,7 +284,7 @@ def run_shared(
     *,
     prefixes: list[int],
     own: list[list[int]],
-    splits: int,
+    programs: int,
     prefix_splits: int,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
@@ -287,14 +324,20 @@ def run_shared(
         kv_scales=pool.scales,
     )  # fmt: skip
     out = torch.full_like(queries, NAN)
-    workspace = DecodeWorkspace(
-        len(lengths) * num_kv_heads * splits, head_dim, num_heads // num_kv_heads, device
-    )
     row_ids = ints(list(range(len(lengths))), device)
     positions = ints([length - 1 for length in lengths], device)
+    own_parts = decode_parts(
+        row_ids, positions, ints([len(lengths)], device), max_tokens=len(lengths),
+        num_kv_heads=num_kv_heads, programs=programs, min_keys=32, block_n=32,
+        prefix_lengths=parts.lengths,
+    )  # fmt: skip
+    group = num_heads // num_kv_heads
+    workspace = DecodeWorkspace(
+        len(own_parts.table), len(lengths), num_kv_heads, head_dim, group, device
+    )  # fmt: skip
     decode_attention(
-        queries, pool.kv_layer, row_ids, positions, ints([len(lengths)], device), pool.tables, out,
-        workspace, splits=splits, min_keys=32, block_n=32, prefix=parts, kv_scales=pool.scales,
+        queries, pool.kv_layer, own_parts, pool.tables, out, workspace, block_n=32, prefix=parts,
+        kv_scales=pool.scales,
     )  # fmt: skip
     for row, length in enumerate(lengths):
         expected = attend(queries[row : row + 1], pool, row, length - 1)
@@ -302,12 +345,12 @@ def run_shared(
 
 
 @pytest.mark.parametrize("shape", SMALL)
-@pytest.mark.parametrize(("splits", "prefix_splits"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("programs", "prefix_splits"), [(1, 1), (100, 3)])
 def test_a_shared_prefix(
-    device: torch.device, shape: tuple[int, int, int, int], splits: int, prefix_splits: int
+    device: torch.device, shape: tuple[int, int, int, int], programs: int, prefix_splits: int
 ) -> None:
     run_shared(
-        device, shape, prefixes=[48, 0], own=[[1, 40], [9]], splits=splits,
+        device, shape, prefixes=[48, 0], own=[[1, 40], [9]], programs=programs,
         prefix_splits=prefix_splits,
     )  # fmt: skip
 
@@ -315,7 +358,7 @@ def test_a_shared_prefix(
 @pytest.mark.parametrize("shape", SMALL[:2])
 def test_a_shared_prefix_of_fp8(device: torch.device, shape: tuple[int, int, int, int]) -> None:
     run_shared(
-        device, shape, prefixes=[48, 0], own=[[1, 40], [9]], splits=2, prefix_splits=3,
+        device, shape, prefixes=[48, 0], own=[[1, 40], [9]], programs=100, prefix_splits=3,
         kv_dtype=E4M3,
     )  # fmt: skip
 
@@ -328,8 +371,8 @@ def test_shared_prefixes_over_a_grid(
     device: torch.device, shape: tuple[int, int, int, int], kv_dtype: torch.dtype | None
 ) -> None:
     own = [[1, 7, 130, 64, *range(1, 70)], [65, 3], [300, 1]]
-    for splits, prefix_splits in ((1, 1), (3, 4)):
+    for programs, prefix_splits in ((1, 1), (300, 4)):
         run_shared(
-            device, shape, prefixes=[1024, 128, 0], own=own, splits=splits,
+            device, shape, prefixes=[1024, 128, 0], own=own, programs=programs,
             prefix_splits=prefix_splits, dtype=torch.bfloat16, kv_dtype=kv_dtype, block_n=None,
         )  # fmt: skip

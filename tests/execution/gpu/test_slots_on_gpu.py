@@ -88,8 +88,9 @@ def test_no_kernel_reads_behind_what_is_mapped(kind: type[PagedAttention]) -> No
     per_tile = tile_tokens(HEADS, KV_HEADS)
     offset = 2 + 0
     tiles = [
-        (offset + within, min(per_tile, 2 * SIZE - within), 2, SIZE + within)
+        (offset + within, count, 2, SIZE + within, 0, SIZE + within + count, -1, 0, 1)
         for within in range(0, 2 * SIZE, per_tile)
+        for count in (min(per_tile, 2 * SIZE - within),)
     ]
     spans = RowSpans(
         rows=ints([4, 0, 2, 0], device), ends=ints([128, 6 * SIZE, 3 * SIZE, 0], device),
@@ -99,7 +100,7 @@ def test_no_kernel_reads_behind_what_is_mapped(kind: type[PagedAttention]) -> No
     step = PagedStep(
         rows, positions, tables, num_decode=ints([2], device), max_decode=2,
         tiles=PrefillTiles(
-            *(ints(column, device) for column in zip(*tiles, strict=True)),
+            ints([list(column) for column in zip(*tiles, strict=True)], device),
             ints([len(tiles)], device),
         ),
         dense=(DenseChunk(1, 2 + 2 * SIZE, 2 * PIECE, PIECE),),

@@ -15,22 +15,29 @@ from octavo.execution.attention.dense import DenseChunk, dense_attention, is_sup
 from octavo.execution.attention.flash3 import Flash3
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
+from octavo.execution.kernels.decode_parts import DecodeParts, decode_parts
 from octavo.execution.kernels.gpu import SplitSum
-from octavo.execution.kernels.prefill_attention import PrefillTiles, prefill_attention
+from octavo.execution.kernels.prefill_attention import (
+    PrefillTiles,
+    PrefillWorkspace,
+    prefill_attention,
+    tile_tokens,
+)
 from octavo.execution.kernels.prefix_attention import PrefixTiles, prefix_attention
 from octavo.execution.kernels.rope import rope_and_write
 from octavo.execution.models.norms import QueryKeyNorm
 from octavo.execution.models.rope import RopeTable
+from octavo.execution.prefill_tiles import TileCutter
 
 # Programs that fill a GPU of 132 multiprocessors twice.
 _PROGRAMS = 264
+SHARES = 396
+"""Rows longer than such a share of all keys are cut. With half as many again as fit at once no
+round of programs is left nearly empty: 264, 528 and 792 were slower at 8 rows of 64K or 16 of 1K.
+"""
 _MAX_PREFIX_SPLITS = 8
 # With more rows attention keeps memory busy itself.
 _PREFETCH_ROWS = 8
-LONG = 8192
-"""A row longer than this is worth splitting even among many."""
-# Bounds the memory of parts: 33 MB for four query heads of 128 a KV head.
-_MAX_PARTS = 16384
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,16 +132,22 @@ class PagedAttention:
             and not is_invariant
             and is_supported(dtype, arena.layout.head_dim, arena.kv.device)
         )
-        programs = max(
-            rows * self.num_kv_heads * self._splits(rows, is_long)[0]
-            for rows in range(1, max_decode + 1)
-            for is_long in (False, True)
-        )
         self._workspace = DecodeWorkspace(
-            programs,
+            DecodeParts.bound(max_decode, self.num_kv_heads, SHARES),
+            max_decode,
+            self.num_kv_heads,
             arena.layout.head_dim,
             num_heads // self.num_kv_heads,
             arena.kv.device,
+        )
+        # An invariant token attends in one order; a window leaves few keys.
+        self.cutter = TileCutter(
+            tile_tokens(num_heads, self.num_kv_heads),
+            self.num_kv_heads,
+            cuts=not is_invariant and not sliding_window,
+        )
+        self.prefill_workspace = PrefillWorkspace(
+            self.cutter.max_parts, self.num_kv_heads, arena.layout.head_dim, arena.kv.device
         )
 
     def attend_densely(
@@ -152,26 +165,13 @@ class PagedAttention:
                     queries, self.layers[layer], step.tables, chunk, out, scales, self.flash3
                 )
 
-    def _splits(self, rows: int, is_long: bool) -> tuple[int, int]:
-        """Parts of a row's keys, and the fewest keys of a part. Few rows are split to fill the
-        GPU; of many, only a long one is, so that the others need not wait for it."""
-        programs = rows * self.num_kv_heads
-        if programs < _PROGRAMS:
-            # Parts of a long row are long enough to be more than the programs that fit at once.
-            wanted = 3 * _PROGRAMS if is_long else _PROGRAMS
-            return -(-wanted // programs), 128
-        return (max(min(16, _MAX_PARTS // programs), 1), 2048) if is_long else (1, 128)
-
     def length_class(self, longest: int) -> int:
         """What a captured step has to know of its longest row: a bound, of few."""
-        return LONG if longest <= LONG else self.max_length
+        return self.max_length
 
     def plan(self, step: PagedStep) -> Callable[..., torch.Tensor]:
-        is_long = step.max_length > LONG
-        splits, min_keys = self._splits(max(step.max_decode, 1), is_long)
-        longest = self.max_length
-        splits = min(splits, -(-longest // min_keys))
-        return PagedStepAttention(self, step, self._workspace, splits, min_keys)
+        """Starts the step's first kernel, where rows decode: what each program will read."""
+        return PagedStepAttention(self, step, self._workspace)
 
 
 class PagedStepAttention:
@@ -182,14 +182,22 @@ class PagedStepAttention:
         backend: PagedAttention,
         step: PagedStep,
         workspace: DecodeWorkspace,
-        splits: int,
-        min_keys: int,
     ) -> None:
         self._backend = backend
         self._step = step
         self._workspace = workspace
-        self._splits = splits
-        self._min_keys = min_keys
+        self._parts: DecodeParts | None = None
+        if step.max_decode:
+            self._parts = decode_parts(
+                step.token_rows,
+                step.positions,
+                step.num_decode,
+                max_tokens=step.max_decode,
+                num_kv_heads=backend.num_kv_heads,
+                programs=SHARES,
+                window=backend.sliding_window,
+                prefix_lengths=None if step.prefix is None else step.prefix.token_lengths,
+            )
 
     def __call__(
         self,
@@ -223,7 +231,7 @@ class PagedStepAttention:
         if step.in_slots and not backend.only_dense_in_slots:
             # The same bytes at addresses in order: no table is looked up.
             keys, tables = backend.slot_layers[layer], None
-        if step.max_decode:
+        if self._parts is not None:
             prefix = None
             if step.prefix is not None:
                 programs = backend.num_kv_heads * len(step.prefix.rows)
@@ -238,23 +246,23 @@ class PagedStepAttention:
             decode_attention(
                 queries,
                 keys,
-                step.token_rows,
-                step.positions,
-                step.num_decode,
+                self._parts,
                 tables,
                 out,
                 self._workspace,
-                splits=self._splits,
-                min_keys=self._min_keys,
-                max_tokens=step.max_decode,
-                window=backend.sliding_window,
                 prefix=prefix,
                 kv_scales=kv_scales,
             )
         if step.tiles is not None:
             prefill_attention(
-                queries, keys, step.tiles, tables, out, window=backend.sliding_window,
+                queries,
+                keys,
+                step.tiles,
+                tables,
+                out,
+                backend.prefill_workspace,
+                window=backend.sliding_window,
                 kv_scales=kv_scales,
-            )  # fmt: skip
+            )
         backend.attend_densely(step, layer, queries, out)
         return out.view(len(out), -1)

@@ -1,8 +1,8 @@
 """Attention of rows that run one token, over the block table, split along the keys.
 
 A program serves all query heads of one KV head, so keys and values are read once for the group, and
-one part of the row's keys (flash-decoding). The program that finishes last adds the parts of its
-row in their order: no second kernel, and the same bits at every run.
+one part of a row's keys (flash-decoding; which one, `decode_parts` says). The program that finishes
+last adds the parts of its row in their order: no second kernel, and the same bits at every run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.decode_parts import WIDTH, DecodeParts
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 from octavo.execution.kernels.rope import kv_offset
 
@@ -58,9 +59,8 @@ def _add_prefix(
 def _decode(
     queries,
     keys,
-    token_rows,
-    positions,
-    num_tokens,
+    parts,
+    num_used,
     tables,
     out,
     part_out,
@@ -73,14 +73,10 @@ def _decode(
     scale_log2,
     group,
     num_kv_heads,
-    window,
     stride_table,
     stride_block,
     stride_token,
     value_offset,
-    SPLITS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     PREFIX_SPLITS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -88,31 +84,23 @@ def _decode(
     DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    token = tl.program_id(0)
+    item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    # All three before the branch: one wait for memory, not two.
-    count = tl.load(num_tokens)
-    row = tl.load(token_rows + token)
-    length = tl.load(positions + token) + 1
-    first_key = 0
-    if PREFIX_SPLITS > 0:
-        # What a group of rows has in common was attended to for all of them at once.
-        first_key = tl.load(prefix_lengths + token)
-    if token >= count:
+    # All before the branch: one wait for memory, not two.
+    used = tl.load(num_used)
+    own = parts + item * WIDTH
+    token = tl.load(own)
+    row = tl.load(own + 1)
+    start = tl.load(own + 2)
+    end = tl.load(own + 3)
+    split = tl.load(own + 4)
+    num_parts = tl.load(own + 5)
+    if item >= used:
         return
-    if HAS_WINDOW:
-        first_key = tl.maximum(length - window, 0)
-    span = tl.cdiv(length - first_key, SPLITS)
-    span = tl.maximum(tl.cdiv(span, BLOCK_N) * BLOCK_N, MIN_KEYS)
-    num_parts = tl.cdiv(length - first_key, span)
-    if split >= num_parts:
-        return
-    start = first_key + split * span
-    end = tl.minimum(start + span, length)
     g = tl.arange(0, GROUP)
     d = tl.arange(0, DIM)
     n = tl.arange(0, BLOCK_N)
@@ -156,6 +144,8 @@ def _decode(
         acc *= tl.load(kv_scales + num_kv_heads + kv_head)
     if num_parts == 1:
         if PREFIX_SPLITS > 0:
+            # What a group of rows has in common was attended to for all of them at once.
+            first_key = tl.load(prefix_lengths + token)
             acc, total, largest = _add_prefix(
                 acc, total, largest, prefix_out, prefix_lse, first_key, token, head, g < group,
                 num_kv_heads * group, PREFIX_SPLITS, HEAD_DIM, DIM,
@@ -165,7 +155,7 @@ def _decode(
         return
     acc = acc / total[:, None]
     owner = token.to(tl.int64) * num_kv_heads + kv_head
-    part = (owner * SPLITS + split) * group + g
+    part = (item.to(tl.int64) * num_kv_heads + kv_head) * group + g
     g_mask = g < group
     tl.store(part_out + part[:, None] * DIM + d[None, :], acc, mask=g_mask[:, None])
     tl.store(part_lse + part, largest + tl.log2(total), mask=g_mask)
@@ -178,7 +168,7 @@ def _decode(
         total = tl.zeros([GROUP], dtype=tl.float32)
         acc = tl.zeros([GROUP, DIM], dtype=tl.float32)
         for other in range(num_parts):
-            place = (owner * SPLITS + other) * group + g
+            place = ((item - split + other).to(tl.int64) * num_kv_heads + kv_head) * group + g
             lse = tl.load(part_lse + place, mask=g_mask, other=0.0, cache_modifier=".cg")
             o = tl.load(
                 part_out + place[:, None] * DIM + d[None, :],
@@ -193,6 +183,8 @@ def _decode(
             total = total * shrink + weight
             largest = new_largest
         if PREFIX_SPLITS > 0:
+            # What a group of rows has in common was attended to for all of them at once.
+            first_key = tl.load(prefix_lengths + token)
             acc, total, largest = _add_prefix(
                 acc, total, largest, prefix_out, prefix_lse, first_key, token, head, g_mask,
                 num_kv_heads * group, PREFIX_SPLITS, HEAD_DIM, DIM,
@@ -205,13 +197,22 @@ def _decode(
 class DecodeWorkspace:
     """What the programs of a row hand to the last of them. Counters are zero between launches."""
 
-    def __init__(self, max_programs: int, head_dim: int, group: int, device: torch.device) -> None:
-        """``max_programs`` bounds rows × KV heads × splits of any launch."""
-        parts = max_programs * group
+    def __init__(
+        self,
+        max_parts: int,
+        max_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        group: int,
+        device: torch.device,
+    ) -> None:
+        """``max_parts`` bounds the parts (`DecodeParts.bound`) and ``max_tokens`` the tokens of any
+        launch."""
+        parts = max_parts * num_kv_heads * group
         dim = triton.next_power_of_2(head_dim)
         self.out = torch.empty(parts * dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(parts, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(max_programs, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(max_tokens * num_kv_heads, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,62 +234,49 @@ def padded_group(group: int) -> int:
 def decode_attention(
     queries: torch.Tensor,
     kv_layer: torch.Tensor,
-    token_rows: torch.Tensor,
-    positions: torch.Tensor,
-    num_tokens: torch.Tensor,
+    parts: DecodeParts,
     tables: torch.Tensor | None,
     out: torch.Tensor,
     workspace: DecodeWorkspace,
     *,
-    splits: int,
-    max_tokens: int | None = None,
-    min_keys: int = 128,
-    window: int = 0,
     block_n: int = 64,
     warps: int = 4,
     stages: int = 3,
     prefix: SharedPrefixParts | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """Attend for the first ``num_tokens`` (int32 ``[1]``, on the device) of the tokens.
+    """Attend for the tokens of ``parts``, whose keys are written already.
 
-    ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]``; token i is the last of row
-    ``token_rows[i]``, at ``positions[i]``, and its key is written already. ``max_tokens`` bounds
-    ``num_tokens``. Without ``tables`` ``kv_layer`` is a layer of slots, ``[1 + slot, token, K|V,
-    kv_head, head_dim]``, the first nobody's: nothing behind a row's tokens is touched.
-    ``window`` 0 means none. ``prefix`` covers the first keys of some tokens. ``kv_scales`` as in
-    `rope_and_write`: keys and values are multiplied by their head's.
+    ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]``. Without ``tables`` ``kv_layer``
+    is a layer of slots, ``[1 + slot, token, K|V, kv_head, head_dim]``, the first nobody's: nothing
+    behind a row's tokens is touched. ``prefix`` covers the first keys of some tokens, which
+    ``parts`` leave out. ``kv_scales`` as in `rope_and_write`: keys and values are multiplied by
+    their head's.
     """
-    assert prefix is None or not window, "a shared prefix has no window"
-    tokens, num_heads, head_dim = queries.shape
+    _, num_heads, head_dim = queries.shape
     _, block_size, _, num_kv_heads, _ = kv_layer.shape
     group = num_heads // num_kv_heads
-    _decode[(tokens if max_tokens is None else max_tokens, num_kv_heads, splits)](
+    _decode[(len(parts.table), num_kv_heads)](
         queries,
         kv_layer,
-        token_rows,
-        positions,
-        num_tokens,
-        positions if tables is None else tables,
+        parts.table,
+        parts.count,
+        parts.table if tables is None else tables,
         out,
         workspace.out,
         workspace.lse,
         workspace.counters,
-        positions if prefix is None else prefix.lengths,
+        parts.table if prefix is None else prefix.lengths,
         out if prefix is None else prefix.out,
         out if prefix is None else prefix.lse,
-        positions if kv_scales is None else kv_scales,
+        out if kv_scales is None else kv_scales,
         head_dim**-0.5 * 1.4426950408889634,
         group,
         num_kv_heads,
-        window,
         0 if tables is None else tables.stride(0),
         kv_layer.stride(0),
         kv_layer.stride(1),
         kv_layer.stride(2),
-        SPLITS=splits,
-        MIN_KEYS=min_keys,
-        HAS_WINDOW=window > 0,
         PREFIX_SPLITS=0 if prefix is None else prefix.out.shape[1],
         HAS_SCALES=kv_scales is not None,
         BLOCK_SIZE=0 if tables is None else block_size,
@@ -296,6 +284,7 @@ def decode_attention(
         DIM=triton.next_power_of_2(head_dim),
         GROUP=padded_group(group),
         BLOCK_N=block_n,
+        WIDTH=WIDTH,
         PDL=PDL,
         num_warps=warps,
         num_stages=stages,

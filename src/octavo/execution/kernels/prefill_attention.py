@@ -1,7 +1,9 @@
 """Attention of rows that run several tokens, over the block table: causal, a chunk and its prefix.
 
-A program serves ``tile`` tokens of one row × all query heads of one KV head. Which tokens those are
-comes from device memory (`PrefillTiles`), so that one captured launch fits every mix of rows.
+A program serves ``tile`` tokens of one row × all query heads of one KV head, or a part of their
+keys: a few tokens behind a long prefix are few tiles, which would leave most of the GPU idle. Which
+those are comes from device memory (`PrefillTiles`), so that one captured launch fits every mix of
+rows. The program that finishes last adds the parts of its tile in their order.
 """
 
 from __future__ import annotations
@@ -88,13 +90,13 @@ def attend(
 def _prefill(
     queries,
     keys,
-    tile_tokens,
-    tile_counts,
-    tile_rows,
-    tile_positions,
+    tiles,
     num_tiles,
     tables,
     out,
+    part_out,
+    part_lse,
+    counters,
     kv_scales,
     scale_log2,
     group,
@@ -104,6 +106,7 @@ def _prefill(
     stride_block,
     stride_token,
     value_offset,
+    stride_field,
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -119,10 +122,13 @@ def _prefill(
     kv_head = tl.program_id(0)
     if tile >= tl.load(num_tiles):
         return
-    token = tl.load(tile_tokens + tile)
-    count = tl.load(tile_counts + tile)
-    row = tl.load(tile_rows + tile)
-    position = tl.load(tile_positions + tile)
+    token = tl.load(tiles + tile)
+    count = tl.load(tiles + stride_field + tile)
+    row = tl.load(tiles + 2 * stride_field + tile)
+    position = tl.load(tiles + 3 * stride_field + tile)
+    begin_key = tl.load(tiles + 4 * stride_field + tile)
+    end_key = tl.load(tiles + 5 * stride_field + tile)
+    slot = tl.load(tiles + 6 * stride_field + tile)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DIM)
     query = m // GROUP
@@ -138,12 +144,12 @@ def _prefill(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], dtype=tl.float32)
     pool = keys + kv_head * HEAD_DIM
-    last_key = position + count - 1
+    last_key = end_key - 1
     if HAS_SCALES:
         scale_log2 *= tl.load(kv_scales + kv_head)
     # Keys that every query of the tile sees need no mask.
-    first = 0
-    full = (position + 1) // BLOCK_N * BLOCK_N
+    first = begin_key
+    full = tl.minimum(tl.maximum((position + 1) // BLOCK_N * BLOCK_N, first), end_key)
     if HAS_WINDOW:
         first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
         full = first
@@ -183,7 +189,7 @@ def _prefill(
         row,
         query_position,
         full,
-        last_key + 1,
+        end_key,
         last_key,
         window,
         scale_log2,
@@ -197,22 +203,67 @@ def _prefill(
         DIM,
         BLOCK_N,
     )
-    acc = acc / total[:, None]
+    value_scale = 1.0
     if HAS_SCALES:
-        acc *= tl.load(kv_scales + num_kv_heads + kv_head)
-    tl.store(out + q_place, acc.to(out.dtype.element_ty), mask=q_mask)
+        value_scale = tl.load(kv_scales + num_kv_heads + kv_head)
+    if slot < 0:
+        acc = acc * (value_scale / total)[:, None]
+        tl.store(out + q_place, acc.to(out.dtype.element_ty), mask=q_mask)
+        return
+    # A query may see no key of this part: nothing, with no weight.
+    divisor = tl.where(total == 0.0, 1.0, total)
+    acc = acc / divisor[:, None]
+    own = (slot.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + m
+    tl.store(part_out + own[:, None] * DIM + d[None, :], acc)
+    tl.store(part_lse + own, tl.where(total == 0.0, float("-inf"), largest + tl.log2(divisor)))
+    place = tl.load(tiles + 7 * stride_field + tile)
+    num_parts = tl.load(tiles + 8 * stride_field + tile)
+    counter = counters + (slot - place) * num_kv_heads + kv_head
+    # Every thread's part is written before the one that counts says so.
+    tl.debug_barrier()
+    done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if done == num_parts - 1:
+        tl.debug_barrier()
+        largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        acc = tl.zeros([BLOCK_M, DIM], dtype=tl.float32)
+        for other in range(num_parts):
+            own = ((slot - place + other).to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + m
+            lse = tl.load(part_lse + own, cache_modifier=".cg")
+            o = tl.load(part_out + own[:, None] * DIM + d[None, :], cache_modifier=".cg")
+            new_largest = tl.maximum(largest, lse)
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            shrink = tl.exp2(largest - base)
+            weight = tl.exp2(lse - base)
+            acc = acc * shrink[:, None] + o * weight[:, None]
+            total = total * shrink + weight
+            largest = new_largest
+        acc = acc * (value_scale / total)[:, None]
+        tl.store(out + q_place, acc.to(out.dtype.element_ty), mask=q_mask)
+        tl.store(counter, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillTiles:
-    """Int32 ``[max_tiles]`` each, the first ``num_tiles`` (``[1]``) used: a tile's first token, its
-    tokens (at most `tile_tokens`), its row, and its first token's position."""
+    """``table`` int32 ``[FIELDS, max_tiles]`` of `octavo.execution.prefill_tiles`, the first
+    ``num_tiles`` (``[1]``) used."""
 
-    tokens: torch.Tensor
-    counts: torch.Tensor
-    rows: torch.Tensor
-    positions: torch.Tensor
+    table: torch.Tensor
     num_tiles: torch.Tensor
+
+
+class PrefillWorkspace:
+    """What the programs of a tile hand to the last of them. Counters are zero between launches."""
+
+    def __init__(
+        self, max_parts: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        """``max_parts`` bounds the parts of any launch, whole tiles not counted."""
+        rows = max(max_parts, 1) * num_kv_heads * BLOCK_M
+        dim = triton.next_power_of_2(head_dim)
+        self.out = torch.empty(rows * dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(rows, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(rows // BLOCK_M, dtype=torch.int32, device=device)
 
 
 BLOCK_M = 128
@@ -229,8 +280,8 @@ def prefill_attention(
     tiles: PrefillTiles,
     tables: torch.Tensor | None,
     out: torch.Tensor,
+    workspace: PrefillWorkspace,
     *,
-    max_tiles: int | None = None,
     window: int = 0,
     block_n: int | None = None,
     warps: int = 8,
@@ -238,24 +289,25 @@ def prefill_attention(
 ) -> None:
     """Attend for the tokens of ``tiles``, whose keys are written already.
 
-    ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]``. ``max_tiles`` bounds
-    ``tiles.num_tiles``. Without ``tables`` ``kv_layer`` is a layer of slots, as in
-    `decode_attention`, as are ``kv_scales``.
+    ``queries`` and ``out`` are ``[tokens, num_heads, head_dim]``. Without ``tables`` ``kv_layer``
+    is a layer of slots, as in `decode_attention`, as are ``kv_scales``. With a ``window`` (0: none)
+    no tile may be cut.
     """
+    assert tiles.table.stride(1) == 1, "fields are read one after the other"
     _, num_heads, head_dim = queries.shape
     _, block_size, _, num_kv_heads, _ = kv_layer.shape
     group = num_heads // num_kv_heads
     dim = triton.next_power_of_2(head_dim)
-    _prefill[(num_kv_heads, len(tiles.tokens) if max_tiles is None else max_tiles)](
+    _prefill[(num_kv_heads, tiles.table.shape[1])](
         queries,
         kv_layer,
-        tiles.tokens,
-        tiles.counts,
-        tiles.rows,
-        tiles.positions,
+        tiles.table,
         tiles.num_tiles,
-        tiles.rows if tables is None else tables,
+        tiles.table if tables is None else tables,
         out,
+        workspace.out,
+        workspace.lse,
+        workspace.counters,
         out if kv_scales is None else kv_scales,
         head_dim**-0.5 * 1.4426950408889634,
         group,
@@ -265,6 +317,7 @@ def prefill_attention(
         kv_layer.stride(0),
         kv_layer.stride(1),
         kv_layer.stride(2),
+        tiles.table.stride(0),
         HAS_WINDOW=window > 0,
         HAS_SCALES=kv_scales is not None,
         BLOCK_SIZE=0 if tables is None else block_size,

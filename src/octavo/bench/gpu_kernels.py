@@ -1,7 +1,8 @@
 """The GPU's kernels one by one, on an 8B's shapes: time, bytes or operations, share of the ceiling.
 
-Each is captured over as many layers as keep its data out of the L2 cache, and replayed. Run it as
-``octavo bench kernels`` or, with PyTorch alone, ``python -m octavo.bench.gpu_kernels``.
+Each is captured over as many layers as keep its data out of the L2 cache, and replayed. Attention
+of libraries that are installed is timed beside ours, over the same tables. Run it as ``octavo bench
+kernels`` or, with PyTorch alone, ``python -m octavo.bench.gpu_kernels``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.bench.ceilings import Ceilings, gpu_seconds
+from octavo.bench.other_attention import decoders, prefills
 from octavo.execution.attention.dense import DenseChunk, dense_attention
 from octavo.execution.kernels.block_copy import copy_blocks
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
@@ -81,6 +83,7 @@ def table(report: dict[str, Any]) -> str:
 def _captured(work: Callable[[], object], count: int) -> float:
     """Seconds of one of ``count`` launches that ``work`` makes."""
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         work()
         graph = torch.cuda.CUDAGraph()
@@ -184,9 +187,14 @@ def _decodes(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
                 scales = torch.ones(2, _KV_HEADS, device="cuda")
             work = partial(_decode_layers, queries, layers, arguments, splits, scales)
             seconds = _captured(work, len(layers))
+            others = {} if kind else decoders(queries, layers, tables)
+            beside = [
+                f"{name} {_captured(other, len(layers)) * 1e6:.1f} µs"
+                for name, other in others.items()
+            ]
             yield _figure(
                 f"{kind}decode {rows} x {context}", seconds, num_bytes, ceilings.read_bytes, 1e12,
-                f"split {splits}",
+                ", ".join([f"split {splits}", *beside]),
             )  # fmt: skip
 
 
@@ -221,6 +229,7 @@ def _prefills(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         for name, work in (
             ("blocks", partial(prefill_attention, queries, layer, tiles, tables, out)),
             ("dense", partial(dense_attention, queries, layer, tables, chunk, out)),
+            *prefills(queries, layer, tables, chunk, out).items(),
         ):
             seconds = gpu_seconds(work)
             yield _figure(

@@ -177,7 +177,7 @@ def _check_attention(asked: str, parts: GPUParts) -> None:
 
 def _attention(config: EngineConfig) -> str:
     """The backend; ``auto`` takes FlashAttention-3 for long chunks where it is installed, and
-    FlashInfer never: on an H200 it is slower than what else there is.
+    FlashInfer only when asked: of the works in docs/benchmarks-gpu.md it is faster in one decode.
 
     Raises:
         ConfigError: it is none for a GPU, or not installed.

@@ -91,18 +91,18 @@ class _Turns:
     """Wrappers that differ in their pinned memory alone, so that a step can be planned while those
     before it wait to be copied. What one planned any can run, at the same addresses."""
 
-    def __init__(self, make: Callable[[], Any], device: Device, depth: int) -> None:
-        self._make, self._device = make, device
+    def __init__(self, device: Device, depth: int) -> None:
+        self._device = device
         self._wrappers: list[_Wrapper | None] = [None] * (depth + 1)
         self._turn = 0
         self.last: _Wrapper
 
-    def next(self) -> _Wrapper:
-        """The next turn's, once the device has read what it planned."""
+    def next(self, make: Callable[[], Any]) -> _Wrapper:
+        """The next turn's, once the device has read what it planned; made where there is none."""
         self._turn = (self._turn + 1) % len(self._wrappers)
         wrapper = self._wrappers[self._turn]
         if wrapper is None:
-            wrapper = _Wrapper(self._make(), self._device.event())
+            wrapper = _Wrapper(make(), self._device.event())
             self._wrappers[self._turn] = wrapper
         wrapper.event.synchronize()
         self.last = wrapper
@@ -157,7 +157,7 @@ class FlashInferKernels:
         self._rows = Staging(device, 2 * self._width, depth)
         self._pages = torch.zeros(max_rows * max_row_pages, dtype=torch.int32, device=place)
         self._decoders: dict[int, _Turns] = {}
-        self._chunks = _Turns(self._make_chunks, device, depth)
+        self._chunks = _Turns(device, depth)
 
     def _decode_tiles(self, max_rows: int) -> tuple[int, int]:
         """Tiles of queries of a captured step, at most, and how many are in one."""
@@ -189,9 +189,8 @@ class FlashInferKernels:
         """The next step has a token of each row; ``lengths`` count it."""
         size = len(lengths)
         if size not in self._decoders:
-            make = partial(self._make_decoder, size)
-            self._decoders[size] = _Turns(make, self._device, self._depth)
-        wrapper = self._decoders[size].next()
+            self._decoders[size] = _Turns(self._device, self._depth)
+        wrapper = self._decoders[size].next(partial(self._make_decoder, size))
         starts, last = self._send_rows(lengths)
         plan = wrapper.own.plan
         if wrapper.is_planned:
@@ -212,7 +211,7 @@ class FlashInferKernels:
 
     def plan_chunks(self, counts: IntArray, lengths: IntArray) -> None:
         """The next step has the last ``counts`` tokens of rows of these ``lengths``."""
-        wrapper = self._chunks.next()
+        wrapper = self._chunks.next(self._make_chunks)
         starts, last = self._send_rows(lengths)
         first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         self._plan(

@@ -206,8 +206,8 @@ def test_a_package_that_cannot_be_used_is_told(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    # Heads as the package's own kernels take them, where it runs.
-    tiny_qwen3(head_dim=64 if ON_GPU else 16).save_pretrained(folder)
+    # Where the package runs, heads of a size that it takes.
+    tiny_qwen3(head_dim=128 if ON_GPU else 16).save_pretrained(folder)
     return folder
 
 
@@ -248,16 +248,15 @@ def test_tokens_are_those_of_the_cpu(
     ("heads", "kv_heads", "head_dim", "block_size", "window"),
     [
         (32, 8, 128, 16, 0),
-        (7, 1, 64, 16, 0),
+        (7, 1, 128, 16, 0),
         (8, 8, 128, 1, 0),
         (16, 4, 128, 32, 9),
-        (8, 2, 256, 16, 0),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_installed_package(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, window: int, dtype: torch.dtype
+    heads: int, kv_heads: int, head_dim: int, block_size: int, window: int
 ) -> None:
+    """Of few dtypes and head sizes, since each is compiled for minutes."""
     shape = {
         "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size,
         "window": window,
@@ -265,7 +264,7 @@ def test_the_installed_package(
     device = CUDADevice()
     torch.cuda.synchronize()
     with device.context():
-        check(find_flashinfer(), device, dtype, shape)
+        check(find_flashinfer(), device, torch.bfloat16, shape)
 
 
 @pytest.mark.gpu

@@ -30,6 +30,7 @@ ATTENTION_BACKENDS = (
     "contiguous",
     "triton",
     "flash3",
+    "flashinfer",
     "stock",
     "mixed",
 )

@@ -157,8 +157,8 @@ Attention = Annotated[
     str,
     typer.Option(
         help="Attention backend: auto; on a CPU compiled, gather or contiguous; on a GPU triton, "
-        "flash3 (FlashAttention-3 for long chunks), stock (FlashAttention-2 and cuDNN) or mixed "
-        "(slots for long chunks, tables elsewhere).",
+        "flash3 (FlashAttention-3 for long chunks), flashinfer (where it is installed), stock "
+        "(FlashAttention-2 and cuDNN) or mixed (slots for long chunks, tables elsewhere).",
         rich_help_panel=_ENGINE,
     ),
 ]

@@ -252,6 +252,29 @@ def test_fp8_needs_a_gpu_that_has_it(
 
 
 @pytest.mark.parametrize(
+    ("changes", "installed", "message"),
+    [
+        ({"attention": "flashinfer"}, None, "needs the package flashinfer-python, .* cannot be"),
+        ({"attention": "flashinfer"}, object(), None),
+        ({"attention": "compiled"}, object(), "is for CPUs; use auto, triton, flash3, flashinfer"),
+    ],
+)
+def test_packages_that_a_gpu_may_use(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], installed: object, message: str | None
+) -> None:
+    pytest.importorskip("triton")
+    from octavo.engine import build_gpu
+
+    monkeypatch.setattr(build_gpu, "find_flashinfer", lambda: installed)
+    config = EngineConfig(model="any", device="cuda", **changes)
+    if message is None:
+        assert build_gpu._attention(config) == changes["attention"]
+        return
+    with pytest.raises(ConfigError, match=message):
+        build_gpu._attention(config)
+
+
+@pytest.mark.parametrize(
     ("asked", "is_dense", "kv_dtype", "message"),
     [
         ("flash3", False, torch.bfloat16, "attention=flash3 is for long chunks in bfloat16"),
@@ -259,6 +282,9 @@ def test_fp8_needs_a_gpu_that_has_it(
         ("stock", True, torch.float32, "reads bfloat16 and float16 only, not float32"),
         ("auto", False, torch.float32, None),
         ("flash3", True, torch.bfloat16, None),
+        ("flashinfer", True, torch.bfloat16, None),
+        ("flashinfer", True, torch.float8_e4m3fn, "heads of 64, 128, 256, not float8_e4m3fn and"),
+        ("flashinfer", True, torch.float16, "as the model computes, .* not float16 and 64; use"),
     ],
 )
 def test_what_a_gpu_would_not_use_is_not_taken_silently(
@@ -267,7 +293,8 @@ def test_what_a_gpu_would_not_use_is_not_taken_silently(
     pytest.importorskip("triton")
     from octavo.engine.build_gpu import _check_attention
 
-    parts: Any = SimpleNamespace(attends_densely=is_dense, kv_dtype=kv_dtype)
+    model = SimpleNamespace(dtype=torch.bfloat16, head_dim=64)
+    parts: Any = SimpleNamespace(attends_densely=is_dense, kv_dtype=kv_dtype, model=model)
     if message is None:
         _check_attention(asked, parts)
         return

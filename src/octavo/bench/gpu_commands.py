@@ -32,6 +32,7 @@ def gpu(
     ] = "llama-3.1-8b",
     weights: options.Weights = options.DEFAULTS.weights,
     kv_dtype: options.KVDtype = options.DEFAULTS.kv_dtype,
+    attention: options.Attention = options.DEFAULTS.attention,
     profile: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Also write a trace of the works, for Perfetto."),
@@ -57,6 +58,7 @@ def gpu(
             profile=profile,
             weights=weights,
             kv_dtype=kv_dtype,
+            attention=attention,
         )
         if as_json:
             print_json(report)
@@ -86,7 +88,8 @@ def translation(
         str, typer.Option(help="llama-3-8b-200k or yi-6b-200k: random weights.")
     ] = "llama-3-8b-200k",
     kinds: Annotated[
-        str, typer.Option(help="Of paged, virtual, mixed, stock, paged-fa3, virtual-fa3.")
+        str,
+        typer.Option(help="Of paged, virtual, mixed, stock, paged-fa3, virtual-fa3, flashinfer."),
     ] = "paged,virtual,mixed,stock",
     as_json: options.AsJSON = False,
 ) -> None:

@@ -1,7 +1,8 @@
 """The GPU's kernels one by one, on an 8B's shapes: time, bytes or operations, share of the ceiling.
 
-Each is captured over as many layers as keep its data out of the L2 cache, and replayed. Run it as
-``octavo bench kernels`` or, with PyTorch alone, ``python -m octavo.bench.gpu_kernels``.
+Each is captured over as many layers as keep its data out of the L2 cache, and replayed. Attention
+of libraries that are installed is timed beside ours, over the same tables. Run it as ``octavo bench
+kernels`` or, with PyTorch alone, ``python -m octavo.bench.gpu_kernels``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.bench.ceilings import Ceilings, gpu_seconds
+from octavo.bench.other_attention import decoders, prefills
 from octavo.execution.attention.dense import DenseChunk, dense_attention, dense_count
 from octavo.execution.attention.paged import SHARES
 from octavo.execution.kernels.block_copy import copy_blocks
@@ -91,6 +93,7 @@ def table(report: dict[str, Any]) -> str:
 def _captured(work: Callable[[], object], count: int) -> float:
     """Seconds of one of ``count`` launches that ``work`` makes."""
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         work()
         graph = torch.cuda.CUDAGraph()
@@ -200,9 +203,14 @@ def _decode(ceilings: Ceilings, name: str, lengths: list[int]) -> Iterator[dict[
             scales = torch.ones(2, _KV_HEADS, device="cuda")
         work = partial(_decode_layers, queries, layers, (parts, tables, out, workspace), scales)
         seconds = _captured(work, len(layers))
+        # Others are told one length of all rows.
+        others = {} if kind or len(set(lengths)) > 1 else decoders(queries, layers, tables)
+        beside = [
+            f"{other} {_captured(run, len(layers)) * 1e6:.1f} µs" for other, run in others.items()
+        ]
         yield _figure(
             f"{kind}decode {name}", seconds, num_bytes, ceilings.read_bytes, 1e12,
-            f"{int(parts.count)} parts",
+            ", ".join([f"{int(parts.count)} parts", *beside]),
         )  # fmt: skip
 
 
@@ -235,6 +243,7 @@ def _prefills(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         }
         if dense_count(count, start) == count:
             works["dense"] = partial(dense_attention, queries, layer, tables, chunk, out)
+        works |= prefills(queries, layer, tables, chunk, out)
         for name, work in works.items():
             seconds = gpu_seconds(work)
             yield _figure(

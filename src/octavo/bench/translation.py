@@ -11,7 +11,7 @@
 
 The kinds are ``paged``; ``virtual`` with our kernels over slots; ``mixed``, slots for long chunks
 and tables elsewhere; ``stock``, FlashAttention-2 and cuDNN over slots and nothing else; and, where
-it is installed, FlashAttention-3 for long chunks over either.
+they are installed, FlashAttention-3 for long chunks over either and FlashInfer over tables.
 
 Run it as ``octavo bench translation`` or, with PyTorch alone,
 ``python -m octavo.bench.translation``.
@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "stock": {"kv": "virtual", "attention": "stock"},
     "paged-fa3": {"kv": "paged", "block_size": 16, "attention": "flash3"},
     "virtual-fa3": {"kv": "virtual", "attention": "flash3"},
+    "flashinfer": {"kv": "paged", "block_size": 16, "attention": "flashinfer"},
 }
 SECTIONS = ("pages", "prefill", "decode", "offline", "load", "mapping")
 PREFILL_TOKENS = (8192, 32768, 131072, 196608)
@@ -88,7 +89,7 @@ def measure(
                 tell("offline", kind, **offline(llm))
             if "load" in sections:
                 tell("load", kind, **under_load(llm))
-            if "mapping" in sections and kind != "paged":
+            if "mapping" in sections and KINDS[kind]["kv"] == "virtual":
                 tell("mapping", kind, **background_mapping(llm))
     return rows
 

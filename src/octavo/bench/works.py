@@ -298,6 +298,8 @@ def _run(
             tell(shared_prefix(llm, ceilings))
     if "deterministic" in works:
         forget(llm)
+        # Of all kernels for attention only ours are.
+        options = {**options, "attention": "triton"}
         with open_llm(name, prefix_caching=False, deterministic=True, **options) as llm:
             for rows in DETERMINISTIC_ROWS:
                 figure = decode(llm, rows, ceilings, steps=64)
@@ -390,6 +392,7 @@ def main() -> None:
     parser.add_argument("--model", default=SHAPES[0], help="a shape's name or a config.json")
     parser.add_argument("--weights", default="auto", help="auto, bf16 or fp8")
     parser.add_argument("--kv-dtype", default="auto", help="auto, bf16, fp16 or fp8")
+    parser.add_argument("--attention", default="auto", help="auto, triton, flash3 or flashinfer")
     parser.add_argument("--library", help="of FlashAttention-3, to be loaded first")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -402,7 +405,14 @@ def main() -> None:
     )
     if not given.json:
         print(HEADER, flush=True)
-    report = run(given.model, given.works, emit, weights=given.weights, kv_dtype=given.kv_dtype)
+    report = run(
+        given.model,
+        given.works,
+        emit,
+        weights=given.weights,
+        kv_dtype=given.kv_dtype,
+        attention=given.attention,
+    )
     print(json.dumps(report) if given.json else summary(report))
 
 

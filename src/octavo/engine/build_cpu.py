@@ -59,7 +59,7 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
             "deterministic is for GPUs: products on a CPU round by how many rows they have, in "
             "float32 too, where scores differ in the fifth decimal; leave it out"
         )
-    if config.attention in ("triton", "flash3", "stock", "mixed"):
+    if config.attention in ("triton", "flash3", "flashinfer", "stock", "mixed"):
         raise ConfigError(f"attention={config.attention} needs a GPU; use attention=auto on a CPU")
     if config.map_forks is False:
         raise ConfigError("map_forks=False needs a GPU; leave it out on a CPU")

@@ -27,6 +27,12 @@ from octavo.engine.gpu_parts import GPUParts
 from octavo.engine.mechanism import Limits, Mechanism, SlotOptions, num_host_blocks
 from octavo.execution import host
 from octavo.execution.attention.flash3 import find_flash3
+from octavo.execution.attention.flashinfer import (
+    DTYPES,
+    HEAD_DIMS,
+    FlashInferError,
+    find_flashinfer,
+)
 from octavo.execution.device import CUDADevice
 from octavo.execution.device_edits import most_bytes
 from octavo.execution.executors.gpu import GPUExecutor
@@ -112,6 +118,8 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         start_s["pool"] = clock() - started
     except PageError as error:
         raise ConfigError(f"kv=virtual: {error}; or use kv=paged") from error
+    except FlashInferError as error:
+        raise ConfigError(f"{error}; or use attention=triton") from error
     except StepError as error:
         raise ModelLoadError(
             f"{limits.path}: the model computes no numbers ({error}); its weights are damaged, or "
@@ -137,7 +145,9 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         measure_rates=lambda: _measure_rates(runner, num_measured),
         start_s=start_s,
         kv_dtype=str(parts.kv_dtype).removeprefix("torch."),
-        finds_prefix_groups=not limits.model_config.sliding_window and not config.deterministic,
+        finds_prefix_groups=not limits.model_config.sliding_window
+        and not config.deterministic
+        and attention != "flashinfer",
     )
 
 
@@ -148,6 +158,16 @@ def _check_attention(asked: str, parts: GPUParts) -> None:
             "attention=stock reads bfloat16 and float16 only, not "
             f"{str(parts.kv_dtype).removeprefix('torch.')}; use attention=triton"
         )
+    if asked == "flashinfer" and (
+        parts.kv_dtype not in DTYPES
+        or parts.kv_dtype != parts.model.dtype
+        or parts.model.head_dim not in HEAD_DIMS
+    ):
+        raise ConfigError(
+            "attention=flashinfer reads bfloat16 or float16, as the model computes, and heads of "
+            f"{', '.join(map(str, HEAD_DIMS))}, not {str(parts.kv_dtype).removeprefix('torch.')} "
+            f"and {parts.model.head_dim}; use attention=triton"
+        )
     if asked in ("flash3", "mixed") and not parts.attends_densely:
         raise ConfigError(
             f"attention={asked} is for long chunks in bfloat16 or float16, of heads of 64, 96 or "
@@ -156,22 +176,28 @@ def _check_attention(asked: str, parts: GPUParts) -> None:
 
 
 def _attention(config: EngineConfig) -> str:
-    """The backend; ``auto`` takes FlashAttention-3 for long chunks where it is installed.
+    """The backend; ``auto`` takes FlashAttention-3 for long chunks where it is installed, and
+    FlashInfer only when asked: of the works in docs/benchmarks-gpu.md it is faster in one decode.
 
     Raises:
         ConfigError: it is none for a GPU, or not installed.
     """
     if config.attention == "auto":
         return "triton" if config.deterministic or find_flash3() is None else "flash3"
-    if config.attention not in ("triton", "flash3", "stock", "mixed"):
+    if config.attention not in ("triton", "flash3", "flashinfer", "stock", "mixed"):
         raise ConfigError(
-            f"attention={config.attention} is for CPUs; use auto, triton, flash3, or, with "
-            "kv=virtual, stock or mixed on a GPU"
+            f"attention={config.attention} is for CPUs; use auto, triton, flash3, flashinfer, or, "
+            "with kv=virtual, stock or mixed on a GPU"
         )
     if config.attention == "flash3" and find_flash3() is None:
         raise ConfigError(
             "attention=flash3 needs FlashAttention-3, and flash_attn_interface cannot be imported; "
             "install it, or use attention=triton"
+        )
+    if config.attention == "flashinfer" and find_flashinfer() is None:
+        raise ConfigError(
+            "attention=flashinfer needs the package flashinfer-python, and flashinfer cannot be "
+            "imported; install it, or use attention=triton"
         )
     return config.attention
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from octavo.config import BLOCK_SIZE, ConfigError
@@ -10,6 +13,7 @@ from octavo.engine.mechanism import Limits
 from octavo.engine.slots import mappable_layout
 from octavo.execution.attention.dense import is_supported
 from octavo.execution.attention.flash3 import find_flash3
+from octavo.execution.attention.flashinfer import FlashInferAttention, find_flashinfer
 from octavo.execution.attention.paged import PagedAttention
 from octavo.execution.attention.stock import StockAttention
 from octavo.execution.device import CUDADevice, Device
@@ -97,10 +101,34 @@ class GPUParts:
     ) -> GPURunner:
         """A runner over a pool of ``num_blocks``, the null block included; under ``virtual`` one
         that can grow to ``max_blocks``."""
-        model, limits = self.model, self.limits
+        limits = self.limits
         arena = self._arena(num_blocks, num_host_blocks, max_blocks)
-        backend = StockAttention if self.attention == "stock" else PagedAttention
-        attention = backend(
+        return GPURunner(
+            self.gpu_model,
+            arena,
+            self._attention(arena),
+            self.device,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            vocab_size=limits.model_config.vocab_size,
+            depth=limits.depth,
+            capture=capture,
+        )
+
+    def _attention(self, arena: DeviceArena) -> PagedAttention:
+        model, limits = self.model, self.limits
+        backend: Callable[..., PagedAttention] = PagedAttention
+        if self.attention == "stock":
+            backend = StockAttention
+        elif self.attention == "flashinfer":
+            backend = partial(
+                FlashInferAttention,
+                library=find_flashinfer(),
+                device=self.device,
+                depth=limits.depth,
+            )
+        return backend(
             arena,
             model.num_heads,
             model.rope,
@@ -112,18 +140,6 @@ class GPUParts:
             is_invariant=self.is_invariant,
             kv_scales=self.kv_scales,
             flash3=self.flash3,
-        )
-        return GPURunner(
-            self.gpu_model,
-            arena,
-            attention,
-            self.device,
-            max_num_seqs=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            vocab_size=limits.model_config.vocab_size,
-            depth=limits.depth,
-            capture=capture,
         )
 
     def _arena(self, num_blocks: int, num_host_blocks: int, max_blocks: int | None) -> DeviceArena:

@@ -138,7 +138,7 @@ class GPURunner:
             is_random = bool(self._is_random[rows[~edited]].any())
             has_logits = bool(edited.any() or len(scored))
             if self._is_steady(plan, starts):
-                logits = self.graphs.decode(batch, int(starts.max()) + 1, is_random, has_logits)
+                logits = self.graphs.decode(batch, starts + 1, is_random, has_logits)
             else:
                 self._is_placed[batch.rows] = batch.samples
                 is_scored = self._prompts.wants(batch.rows)

@@ -91,16 +91,19 @@ class StepGraphs:
         self._max_tiles = 0
 
     def decode(
-        self, batch: Batch, longest: int, is_random: bool, has_logits: bool
+        self, batch: Batch, lengths: IntArray, is_random: bool, has_logits: bool
     ) -> torch.Tensor | None:
         """One token of every row, tokens in ``out``; with ``has_logits`` their logits, ``[rows,
-        vocab]``, until the next step. ``longest`` is the longest row's length."""
+        vocab]``, until the next step. ``lengths`` are the rows', that token included."""
         count = len(batch.rows)
         size = min(_batch_bucket(count), _padded(self._rows.num_rows))
         if batch is not self._batch:
             self._max_tiles = self._send_batch(batch, size)
             self._batch = batch
-        longest, max_tiles = self._attention.length_class(longest), self._max_tiles
+        padded: IntArray = np.ones(size, dtype=np.int32)
+        padded[:count] = lengths
+        self._attention.prepare_decode(padded)
+        longest, max_tiles = self._attention.length_class(int(lengths.max())), self._max_tiles
         in_slots = batch.is_mapped and self._attention.has_slots
         key = ("decode", size, longest, is_random, max_tiles, has_logits, in_slots)
         logits = self._run(
@@ -185,7 +188,7 @@ class StepGraphs:
         tiles = self._cutter.tiles(rows, counts, starts, done, num_decode)
         num_tiles = tiles.shape[1]
         in_slots = is_mapped and self._attention.has_slots
-        has_spans = in_slots and self._attention.wants_spans
+        has_spans = self._attention.wants_spans(in_slots)
         is_captured = (
             num_tokens <= _MAX_CAPTURED_TOKENS and self._captures and not dense and not has_spans
         )
@@ -416,7 +419,7 @@ def _spans(
         offsets = np.cumsum(counts) - left
         index = np.repeat(offsets[kept] - first[:-1], left[kept]) + np.arange(first[-1])
         tokens = torch.from_numpy(index.astype(np.int64)).to(device, non_blocking=True)
-    return RowSpans(*on_device, max_count=int(left.max()), tokens=tokens)
+    return RowSpans(*on_device, max_count=int(left.max()), on_host=sent, tokens=tokens)
 
 
 def _padded(count: int) -> int:

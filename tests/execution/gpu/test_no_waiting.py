@@ -14,11 +14,13 @@ import torch
 
 from engine.tiny_engine import build, run
 from execution.gpu import test_gpu_engine
+from execution.gpu.fake_flashinfer import FakeFlashInfer
 from execution.gpu.test_gpu_engine import BLOCK_SIZE, MAX_NUM_SEQS, ON_GPU, gpu_engine
 from execution.models.tiny_models import tiny_qwen3
 from octavo.core.plan import StepPlan, StepResult, int_array
 from octavo.core.request import BeamResult, Request
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine import gpu_parts
 from octavo.engine.build_gpu import warm_up
 from octavo.execution.device import CUDADevice, Device, PlainDevice
 from octavo.execution.gpu_runner import PendingStep
@@ -132,12 +134,23 @@ def requests() -> list[Request]:
     ]
 
 
-def test_no_launch_waits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "triton",
+        pytest.param(
+            "flashinfer",
+            marks=pytest.mark.skipif(ON_GPU, reason="the stand-in reads the device"),
+        ),
+    ],
+)
+def test_no_launch_waits(model: Path, monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
+    monkeypatch.setattr(gpu_parts, "find_flashinfer", FakeFlashInfer)
     watch = Watch()
     monkeypatch.setattr(
         test_gpu_engine, "CUDADevice" if ON_GPU else "PlainDevice", lambda: watched_device(watch)
     )
-    core = gpu_engine(model, num_blocks=14, depth=2, chunk=8)
+    core = gpu_engine(model, num_blocks=14, depth=2, chunk=8, attention=attention)
     runner = core.executor.runner  # type: ignore[attr-defined]
     # As at an engine's start; what sequences find afterwards is as if nothing had been.
     warm_up(runner, 3)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.core.plan import IntArray
 from octavo.execution.attention.dense import DenseChunk, dense_attention, is_supported
 from octavo.execution.attention.flash3 import Flash3
 from octavo.execution.device_arena import DeviceArena
@@ -71,21 +72,20 @@ class RowSpans:
 
     ``rows``; ``ends``, how many tokens the row has; ``first``, where its own begin among the
     step's, at the end their number. ``max_count`` is the most of a row. ``tokens``, where given,
-    picks those of the step that are meant, since others are covered otherwise.
+    picks those of the step that are meant, since others are covered otherwise. ``on_host`` is the
+    first three, ``[3, rows + 1]``.
     """
 
     rows: torch.Tensor
     ends: torch.Tensor
     first: torch.Tensor
     max_count: int
+    on_host: IntArray
     tokens: torch.Tensor | None = None
 
 
 class PagedAttention:
     """``sliding_window`` 0 means none. ``max_decode`` is the most rows that run one token."""
-
-    wants_spans = False
-    """Whether steps of more than a token a row come with `RowSpans`, and are not captured."""
 
     def __init__(
         self,
@@ -164,6 +164,14 @@ class PagedAttention:
                 dense_attention(
                     queries, self.layers[layer], step.tables, chunk, out, scales, self.flash3
                 )
+
+    def wants_spans(self, in_slots: bool) -> bool:
+        """Whether steps of more than a token a row come with `RowSpans`, and are not captured."""
+        return False
+
+    def prepare_decode(self, lengths: IntArray) -> None:
+        """A step of a token a row is about to run or to be replayed, of rows of these lengths, that
+        token and padding included. Called on the host, never while a step is captured."""
 
     def length_class(self, longest: int) -> int:
         """What a captured step has to know of its longest row: a bound, of few."""

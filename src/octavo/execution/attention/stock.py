@@ -24,8 +24,6 @@ class StockAttention(PagedAttention):
     """Reads rows through their slots with stock kernels; steps whose rows are not all mapped are
     read through their tables by Octavo's own."""
 
-    wants_spans = True
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         assert self.has_slots, "stock kernels read slots"
@@ -35,6 +33,9 @@ class StockAttention(PagedAttention):
         self._window = self.sliding_window - 1 if self.sliding_window else None
         device = self.slot_layers[0].device
         self._places = torch.arange(self.max_decode + 65, dtype=torch.int32, device=device)
+
+    def wants_spans(self, in_slots: bool) -> bool:
+        return in_slots
 
     def length_class(self, longest: int) -> int:
         """A power of two: into how many parts keys are split follows from it."""

@@ -85,7 +85,7 @@ CUDA = Designs(
     prompts=(64, 256, 512, 1024, 2048, 8192, 32768),
     beside=(64, 512, 2048),
     beside_rows=64,
-    rounds=2,
+    rounds=1,
     # The first use of a kind of step compiles, the second captures.
     warm_rounds=2,
 )
@@ -412,7 +412,8 @@ def summary(calibration: Calibration) -> str:
         f"{at.blend:g}; keys and values {at.kv_rate / 1e9:.1f} GB/s; attention of chunks "
         f"{at.attention_rate / 1e12:.3f} TFLOP/s",
         f"a step {at.step_s * 1e6:.0f} µs, a layer {at.layer_s * 1e6:.1f} µs, a row "
-        f"{at.row_s * 1e6:.1f} µs, a chunk {at.chunk_s * 1e6:.1f} µs",
+        f"{at.row_s * 1e6:.1f} µs, a chunk {at.chunk_s * 1e6:.1f} µs, having chunks "
+        f"{at.mixed_s * 1e6:.0f} µs",
         f"copies {at.copy_rate / 1e9:.1f} GB/s, swaps {at.swap_rate / 1e9:.1f} GB/s, mapping "
         f"{at.map_s * 1e6:.1f} µs a block",
         f"error over {len(calibration.points)} points: mean {found.mean_error:.1%}, P90 "

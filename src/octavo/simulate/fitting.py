@@ -135,12 +135,13 @@ def _terms(point: Point, blend: float, ratio: float, fixed: str) -> list[float]:
         1.0 if fixed == "step_s" else float(shape.num_layers),
         load.num_rows,
         load.num_chunks,
+        1.0 if load.num_chunks else 0.0,
     ]
     return [term * count for term in step]
 
 
 def _coefficients(found: Vector, blend: float, ratio: float, fixed: str) -> Coefficients:
-    weights, kv, pairs, own, row, chunk = found.tolist()
+    weights, kv, pairs, own, row, chunk, mixed = found.tolist()
     byte_rate = 1 / weights if weights else INFINITE
     return Coefficients(
         byte_rate=byte_rate,
@@ -152,6 +153,7 @@ def _coefficients(found: Vector, blend: float, ratio: float, fixed: str) -> Coef
         layer_s=own if fixed == "layer_s" else 0.0,
         row_s=row,
         chunk_s=chunk,
+        mixed_s=mixed,
     )
 
 

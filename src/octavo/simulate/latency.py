@@ -7,7 +7,7 @@
                 ``blend`` is the roofline's longer of the two, 1 is one after the other
     kv          keys and values that rows of one token read, a shared prefix once
     attention   4 · pairs · attention width operations of longer chunks
-    fixed       a step's own, each layer's, each row's, each chunk's
+    fixed       a step's own, each layer's, each row's, each chunk's, that of having chunks
     moves       blocks copied and mapped, then swapped: behind the step, or beside it
     ranks       two all-reduces a layer, where several share a model
 
@@ -33,6 +33,8 @@ class Coefficients:
 
     ``link_rate`` (bytes a second between ranks, each way) and ``link_s`` (an all-reduce of nothing)
     are needed for more than one rank only. ``swaps_beside``: swaps run beside the steps.
+    ``mixed_s`` is what a step with chunks takes more, however many: a GPU's decode steps are
+    captured in one piece, and their launches are hidden.
     """
 
     byte_rate: float
@@ -44,6 +46,7 @@ class Coefficients:
     layer_s: float = 0.0
     row_s: float = 0.0
     chunk_s: float = 0.0
+    mixed_s: float = 0.0
     copy_rate: float = INFINITE
     swap_rate: float = INFINITE
     map_s: float = 0.0
@@ -122,6 +125,7 @@ class LatencyModel:
                 + pairs * load.attention_pairs
                 + at.row_s * load.num_rows
                 + at.chunk_s * load.num_chunks
+                + (at.mixed_s if load.num_chunks else 0.0)
                 + reduce_token * load.num_tokens
             )
         if load.copied_blocks or load.swapped_blocks or load.mapped_blocks:

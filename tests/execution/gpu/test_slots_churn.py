@@ -20,7 +20,7 @@ from octavo.memory.virtual import VirtualManager
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 ON_GPU = torch.cuda.is_available()
-NUM_REQUESTS = 200 if ON_GPU else 4
+NUM_REQUESTS = 120 if ON_GPU else 4
 
 
 @pytest.fixture(scope="module")

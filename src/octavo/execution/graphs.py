@@ -41,7 +41,7 @@ _MAX_CAPTURED_TOKENS = 2048
 _ALIGN = 16
 # Rows at which cuBLAS multiplies fast: in between it takes longer than at the next of them, at 448
 # a third longer than at 512 (8B and 1B shapes on an H200).
-_SIZES = (160, 192, 256, 320, 384, 512, 640, 768, 1024)
+_SIZES = (256, 320, 384, 512, 640, 768, 1024)
 
 
 class StepGraphs:
@@ -427,10 +427,10 @@ def _padded(count: int) -> int:
 
 
 def _batch_bucket(count: int) -> int:
-    """Rows of a captured step: powers of two to 16, multiples of 16 to 128, then `_SIZES`."""
+    """Rows of a captured step: powers of two to 16, multiples of 16 to 224, then `_SIZES`."""
     if count <= 16:
         return 1 << max(count - 1, 0).bit_length()
-    return -(-count // 16) * 16 if count <= 128 else _library_size(count)
+    return -(-count // 16) * 16 if count <= 224 else _library_size(count)
 
 
 def _tile_bucket(count: int) -> int:
@@ -439,7 +439,7 @@ def _tile_bucket(count: int) -> int:
 
 
 def _token_bucket(count: int) -> int:
-    return -(-count // 64) * 64 if count <= 128 else _library_size(count)
+    return -(-count // 64) * 64 if count <= 192 else _library_size(count)
 
 
 def _library_size(count: int) -> int:

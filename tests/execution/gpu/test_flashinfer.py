@@ -87,6 +87,7 @@ def check(library: Any, device: Device, dtype: torch.dtype, shape: dict[str, int
             first += count
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the package itself is tested")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size", "window"),
     [(4, 2, 16, 4, 0), (7, 1, 8, 3, 0), (6, 6, 16, 16, 5), (4, 2, 16, 1, 1)],

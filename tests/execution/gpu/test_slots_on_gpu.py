@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,9 +93,11 @@ def test_no_kernel_reads_behind_what_is_mapped(kind: type[PagedAttention]) -> No
         for within in range(0, 2 * SIZE, per_tile)
         for count in (min(per_tile, 2 * SIZE - within),)
     ]
+    on_host = np.array(
+        [[4, 0, 2, 0], [128, 6 * SIZE, 3 * SIZE, 0], [0, 1, 2, 2 + 2 * SIZE]], dtype=np.int32
+    )
     spans = RowSpans(
-        rows=ints([4, 0, 2, 0], device), ends=ints([128, 6 * SIZE, 3 * SIZE, 0], device),
-        first=ints([0, 1, 2, 2 + 2 * SIZE], device), max_count=2 * SIZE,
+        *torch.from_numpy(on_host).to(device), max_count=2 * SIZE, on_host=on_host,
         tokens=torch.arange(2 + 2 * SIZE, device=device),
     )  # fmt: skip
     step = PagedStep(

@@ -27,6 +27,8 @@ STATIC = "fastertransformer"
 SHARED = "-shared"
 """At the end of a manager's name: with prefix caching, which is off otherwise."""
 ALL_MANAGERS = (STATIC, *MANAGERS)
+WARM_UP_MOST = 256
+"""Requests that a warm-up makes use of."""
 
 
 class Engine(Protocol):
@@ -47,7 +49,8 @@ class Engine(Protocol):
         """Let the clock go on to ``time_s``, if it is not there yet."""
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Run what a machine does only once, on some of ``requests``, cut short."""
+        """Run what a machine does only once, on some of ``requests``, cut short: at most
+        ``WARM_UP_MOST``."""
 
     def prompt(self, number: int, num_tokens: int) -> IntArray:
         """The prompt of request ``number``."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.bench.paper.engines import SHARED, STATIC, Engine, check_ended
+from octavo.bench.paper.engines import SHARED, STATIC, WARM_UP_MOST, Engine, check_ended
 from octavo.bench.paper.managers import MAX_MODEL_LEN, SCALES, Pool
 from octavo.bench.works import SHAPES, shape
 from octavo.config import BLOCK_SIZE, EngineConfig
@@ -32,8 +32,6 @@ from octavo.layout_command import load_config, token_layout
 # Of the longest sequence, in tokens: several reservations fit, as in the paper's pool.
 _POOL_SEQUENCES = SCALES["opt-13b"].num_blocks * SCALES["opt-13b"].block_size / MAX_MODEL_LEN
 _CPU_MAX_MODEL_LEN = 512
-# Requests of a warm-up. A GPU compiles and captures steps of each size it meets.
-_NUM_WARM_UP = {"cpu": 2, "cuda": 64}
 
 
 class RealEngine:
@@ -50,7 +48,9 @@ class RealEngine:
             token_bytes=capacity.block_bytes // capacity.block_size,
         )
         self._novel = novel
-        self._num_warm_up = _NUM_WARM_UP["cpu" if report.device == "cpu" else "cuda"]
+        # A GPU compiles and captures steps of each size that it meets: as many rows as may run.
+        on_gpu = min(max(self.pool.num_blocks // 24, 8), WARM_UP_MOST)
+        self._num_warm_up = 2 if report.device == "cpu" else on_gpu
         self._started = time.perf_counter()
 
     @property
@@ -95,6 +95,7 @@ class RealEngine:
         gc.unfreeze()
         self.core.close()
         del self.core
+        gc.collect()
 
 
 class RealEngines:
@@ -174,7 +175,6 @@ class RealEngines:
             yield engine
         finally:
             engine.close()
-            gc.collect()
             if self._device == "cuda":
                 import torch
 

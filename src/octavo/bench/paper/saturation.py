@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from octavo.bench.paper.engines import Engines, check_ended, plain_request
+from octavo.bench.paper.engines import Engine, Engines, check_ended, plain_request
 from octavo.core.plan import KVUsage
 from octavo.memory.usage import check_usage
 from octavo.scheduling.scheduler import Scheduler
@@ -74,31 +74,38 @@ def saturate(engines: Engines, name: str, items: Sequence[WorkItem]) -> Saturati
         RuntimeError: a request failed.
     """
     with engines.open(name) as engine:
-        core, pool = engine.core, engine.pool
-        scheduler = core.scheduler
-        meter = _Meter(scheduler, pool.token_bytes)
-        core.on_plan = meter.look
-        for number, item in enumerate(items):
-            scheduler.add(plain_request(engine, number, item))
-        num_ended = total_steps = 0
-        while core.has_work:
-            meter.is_counting = num_ended >= WARM_UP_SHARE * len(items)
-            finished = core.step().finished
-            check_ended(finished)
-            num_ended += len(finished)
-            total_steps += 1
-        num_preemptions = scheduler.num_preemptions
-        core.on_plan = None
-    if not meter.num_steps:
+        found = _run(engine, items)
+        pool = engine.pool
+    if found is None:
         raise WorkloadError(
             f"{len(items)} requests do not saturate {pool.num_blocks} blocks under {name}: nobody "
             "waits; give more requests, or fewer blocks"
         )
+    return found
+
+
+def _run(engine: Engine, items: Sequence[WorkItem]) -> Saturation | None:
+    """None: at no counted step did anybody wait."""
+    core, scheduler = engine.core, engine.core.scheduler
+    meter = _Meter(scheduler, engine.pool.token_bytes)
+    core.on_plan = meter.look
+    for number, item in enumerate(items):
+        scheduler.add(plain_request(engine, number, item))
+    num_ended = total_steps = 0
+    while core.has_work:
+        meter.is_counting = num_ended >= WARM_UP_SHARE * len(items)
+        finished = core.step().finished
+        check_ended(finished)
+        num_ended += len(finished)
+        total_steps += 1
+    core.on_plan = None
+    if not meter.num_steps:
+        return None
     return Saturation(
         mean_bytes={key: value / meter.num_steps for key, value in meter.sums.items()},
-        pool_bytes=pool.num_bytes,
+        pool_bytes=engine.pool.num_bytes,
         mean_running=meter.num_running / meter.num_steps,
         num_steps=meter.num_steps,
         total_steps=total_steps,
-        num_preemptions=num_preemptions,
+        num_preemptions=scheduler.num_preemptions,
     )

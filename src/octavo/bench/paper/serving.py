@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.bench.paper.engines import Engine, MakeRequest, check_ended, plain_request
+from octavo.bench.paper.engines import WARM_UP_MOST, Engine, MakeRequest, check_ended, plain_request
 from octavo.workload.arrivals import arrival_times
 from octavo.workload.items import WorkItem, WorkloadError
 
@@ -100,7 +100,9 @@ def sweep(
     per_request: int = 1,
 ) -> dict[float, Served]:
     """Serve at each rate, up to the first that is hopeless."""
-    engine.warm_up([make(engine, n * per_request, item) for n, item in enumerate(items[:64])])
+    engine.warm_up(
+        [make(engine, n * per_request, item) for n, item in enumerate(items[:WARM_UP_MOST])]
+    )
     found: dict[float, Served] = {}
     for rate in load.rates:
         found[rate] = serve(engine, arriving(items, rate, load), make=make, per_request=per_request)

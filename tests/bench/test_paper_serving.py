@@ -19,6 +19,7 @@ from octavo.bench.paper.serving import (
     arriving,
     serve,
     shown_rate,
+    shown_ratio,
     sustained_rate,
     sweep,
 )
@@ -73,6 +74,12 @@ def test_a_sustained_rate_lies_between_what_was_measured() -> None:
     assert sustained_rate(curve, 0.2) == 3.0
     assert sustained_rate(curve, 0.01) == 0.0
     assert (shown_rate(curve, 0.12), shown_rate(curve, 0.2)) == ("2.50", "≥ 3.00")
+    both = {"slow": {1.0: Served(0.3, 1.0, 1.0, 0, 5)}, "fast": curve}
+    both["mid"] = {1.0: Served(0.06, 1.0, 1.0, 0, 5), 2.0: Served(0.26, 1.0, 1.0, 0, 5)}
+    assert shown_ratio(both, "fast", "mid", 0.12) == "1.9×"
+    assert shown_ratio(both, "fast", "mid", 0.2) == "≥ 1.8×"
+    for name, other in (("mid", "fast"), ("fast", "slow"), ("fast", "none")):
+        assert shown_ratio(both, name, other, 0.2) == "–"
 
 
 LOAD = Load(rates=(1, 2, 3, 8, 16), duration_s=50.0, num_requests=None, stop_at_s=3.0)

@@ -18,7 +18,7 @@ from octavo.bench.paper.report import (
     trace_name,
     work_of,
 )
-from octavo.bench.paper.serving import load_of, shown_rate, sustained_rate, sweep
+from octavo.bench.paper.serving import load_of, shown_rate, shown_ratio, sustained_rate, sweep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def measure(options: PaperOptions) -> PaperReport:
             },
         },
         rows=rows_of("manager", curves),
-        text=_text(curves, rates),
+        text=_text(curves),
     )
 
 
@@ -65,14 +65,14 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
     draw_curves(figure, curves_of("manager", rows), BOUND_S)
 
 
-def _text(curves: Curves, rates: dict[str, float]) -> str:
+def _text(curves: Curves) -> str:
     lines = [
         table_of("manager", curves),
         "",
         f"{f'rate at {BOUND_S:g} s a token':<26}{'req/s':>8}{'paged is':>10}   paper",
     ]
-    for name, rate in rates.items():
-        ratio = f"{rates['paged'] / rate:.1f}×" if rate and "paged" in rates else "–"
+    for name in curves:
+        ratio = shown_ratio(curves, "paged", name, BOUND_S)
         shown = shown_rate(curves[name], BOUND_S)
         lines.append(f"{name:<26}{shown:>8}{ratio:>10}   {PAPER.get(name, '')}")
     return "\n".join(lines)

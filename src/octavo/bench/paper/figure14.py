@@ -31,7 +31,7 @@ from octavo.bench.paper.report import (
     trace_name,
     work_of,
 )
-from octavo.bench.paper.serving import load_of, shown_rate, sweep
+from octavo.bench.paper.serving import load_of, shown_rate, shown_ratio, sweep
 from octavo.workload.items import WorkItem
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def measure(options: PaperOptions) -> PaperReport:
         conditions=f"{source}, {load}, {engines.conditions}{beams}{assumed(options)}",
         values=rates,
         rows=rows_of_all("decoding", found),
-        text=_text(found, rates),
+        text=_text(found),
     )
 
 
@@ -108,16 +108,15 @@ def _request(is_beam: bool, width: int, engine: Engine, number: int, item: WorkI
     return replace(request, params=replace(request.params, temperature=1.0), n=width)
 
 
-def _text(found: dict[str, Curves], rates: dict[str, dict[str, float]]) -> str:
+def _text(found: dict[str, Curves]) -> str:
     lines = []
     for label, curves in found.items():
         lines += [label, table_of("manager", curves), ""]
-    names = list(next(iter(rates.values())))
+    names = list(next(iter(found.values())))
     lines.append(f"{'req/s at 0.1 s a token':<24}" + "".join(f"{n:>18}" for n in names))
-    for label, by_name in rates.items():
-        cells = "".join(f"{shown_rate(found[label][name], BOUND_S):>18}" for name in names)
-        paged, oracle = by_name.get("paged"), by_name.get("orca-oracle")
+    for label, curves in found.items():
+        cells = "".join(f"{shown_rate(curve, BOUND_S):>18}" for curve in curves.values())
+        ratio = shown_ratio(curves, "paged", "orca-oracle", BOUND_S)
         paper = f", paper {PAPER[label]}×" if label in PAPER else ""
-        ratio = f"  paged is {paged / oracle:.1f}× oracle{paper}" if paged and oracle else ""
-        lines.append(f"{label:<24}{cells}{ratio}")
+        lines.append(f"{label:<24}{cells}  paged is {ratio} oracle{paper}")
     return "\n".join(lines)

@@ -31,7 +31,7 @@ from octavo.bench.paper.engines import (
 )
 from octavo.bench.paper.machine import assumed
 from octavo.bench.paper.report import PaperOptions, PaperReport, Row, managers_of
-from octavo.bench.paper.serving import load_of, shown_rate, sweep
+from octavo.bench.paper.serving import load_of, shown_rate, shown_ratio, sweep
 from octavo.core.plan import int_array
 from octavo.workload.items import WorkItem, WorkloadError
 
@@ -79,7 +79,7 @@ def measure(options: PaperOptions) -> PaperReport:
         ),
         values=rates,
         rows=rows_of_all("prefix", found),
-        text=_text(found, rates),
+        text=_text(found),
     )
 
 
@@ -111,19 +111,14 @@ def _maker(engine: Engine, prefix: int, seed: int) -> MakeRequest:
     return make
 
 
-def _text(found: dict[str, Curves], rates: dict[str, dict[str, float]]) -> str:
+def _text(found: dict[str, Curves]) -> str:
     lines = []
     for label, curves in found.items():
         lines += [label, table_of("manager", curves), ""]
-    names = list(next(iter(rates.values())))
+    names = list(next(iter(found.values())))
     lines.append(f"{'req/s at 0.1 s a token':<24}" + "".join(f"{n:>18}" for n in names))
-    for label, by_name in rates.items():
-        cells = "".join(f"{shown_rate(found[label][name], BOUND_S):>18}" for name in names)
-        shared, oracle = by_name.get(f"paged{SHARED}"), by_name.get("orca-oracle")
-        ratio = (
-            f"  shared is {shared / oracle:.2f}× oracle, paper {PAPER[label]}×"
-            if shared and oracle
-            else ""
-        )
-        lines.append(f"{label:<24}{cells}{ratio}")
+    for label, curves in found.items():
+        cells = "".join(f"{shown_rate(curve, BOUND_S):>18}" for curve in curves.values())
+        ratio = shown_ratio(curves, f"paged{SHARED}", "orca-oracle", BOUND_S)
+        lines.append(f"{label:<24}{cells}  shared is {ratio} oracle, paper {PAPER[label]}×")
     return "\n".join(lines)

@@ -167,8 +167,26 @@ def serve(
 
 def shown_rate(curve: dict[float, Served], bound_s: float) -> str:
     """`sustained_rate` as text, ``≥`` before it where the highest rate measured was not enough."""
-    is_enough = list(curve.values())[-1].normalized_latency_s > bound_s
-    return f"{'' if is_enough else '≥ '}{sustained_rate(curve, bound_s):.2f}"
+    return f"{'' if _is_enough(curve, bound_s) else '≥ '}{sustained_rate(curve, bound_s):.2f}"
+
+
+def shown_ratio(
+    curves: dict[str, dict[float, Served]], name: str, other: str, bound_s: float
+) -> str:
+    """How many times the rate of ``other`` the manager ``name`` sustains, as text: ``≥`` before it
+    as in `shown_rate`, a dash where a curve is missing or that of ``other`` has no such rate."""
+    if name not in curves or other not in curves or not _is_enough(curves[other], bound_s):
+        return "–"
+    base = sustained_rate(curves[other], bound_s)
+    if not base:
+        return "–"
+    is_enough = _is_enough(curves[name], bound_s)
+    return f"{'' if is_enough else '≥ '}{sustained_rate(curves[name], bound_s) / base:.1f}×"
+
+
+def _is_enough(curve: dict[float, Served], bound_s: float) -> bool:
+    """Whether the highest rate measured was too much."""
+    return list(curve.values())[-1].normalized_latency_s > bound_s
 
 
 def sustained_rate(curve: dict[float, Served], bound_s: float) -> float:

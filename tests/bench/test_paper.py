@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from octavo.bench.paper.managers import (
 from octavo.bench.paper.registry import FIGURES
 from octavo.bench.paper.report import PaperOptions, lengths
 from octavo.bench.paper.saturation import saturate
+from octavo.bench.paper.simulated import SimulatedEngines
 from octavo.cli import app
 from octavo.workload.items import WorkItem, WorkloadError
 
@@ -48,7 +50,7 @@ PARTS = ["live", "reserved", "internal", "external", "free"]
 def test_reservations_by_hand(
     name: str, num_output: int, running: int, used: int, internal: int, external: int
 ) -> None:
-    found = saturate(name, SMALL, [WorkItem(0.0, 4, num_output)] * 30)
+    found = saturate(SimulatedEngines(SMALL), name, [WorkItem(0.0, 4, num_output)] * 30)
     assert found.mean_running == running
     assert found.pool_bytes == 320
     mean = found.mean_bytes
@@ -65,14 +67,14 @@ def test_reservations_by_hand(
 def test_shares_sum_to_one_and_runs_repeat(name: str) -> None:
     items = lengths(PaperOptions(num_requests=40), 256)
     pool = Pool(num_blocks=100, max_model_len=256)
-    found = saturate(name, pool, items)
+    found = saturate(SimulatedEngines(pool), name, items)
     assert sum(found.shares.values()) == pytest.approx(1, abs=1e-12)
-    assert found == saturate(name, pool, items)
+    assert found == saturate(SimulatedEngines(pool), name, items)
 
 
 def test_what_does_not_fill_the_pool_is_refused() -> None:
     with pytest.raises(WorkloadError, match="do not saturate 8 blocks under paged"):
-        saturate("paged", SMALL, [WorkItem(0.0, 4, 4)] * 2)
+        saturate(SimulatedEngines(SMALL), "paged", [WorkItem(0.0, 4, 4)] * 2)
 
 
 def test_the_scales_are_the_papers() -> None:
@@ -149,3 +151,46 @@ def test_every_figure_says_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> No
     result = CliRunner().invoke(app, ["bench", "paper", "--figure", "2", "--output", "x"])
     assert result.exit_code == 1
     assert "octavo[plots]" in result.stderr
+
+
+def test_a_table_is_drawn_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured where nothing can be drawn, drawn where nothing is measured."""
+    table = tmp_path / "new" / "some-13.csv"
+    with monkeypatch.context() as patched:
+        patched.setattr(output, "find_spec", lambda name: None)
+        run("--figure", "13", *SHORT, "--managers", "orca-max,paged", "--csv", str(table))
+    caption, rows = output.read_table(table)
+    assert [row["manager"] for row in rows] == ["orca-max", "paged"]
+    assert "written: " in run("--figure", "13", "--redraw", str(table))
+    assert (tmp_path / "new" / "some-13.png").read_bytes().startswith(b"\x89PNG")
+    assert output.read_table(table) == (caption, rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["13", "--rates", "1,2"], "--rates changes nothing in figure 13"),
+        (["2", "--duration", "5"], "--duration changes nothing in figure 2"),
+        (["16", "--trace", "x.csv"], "--trace changes nothing in figure 16"),
+        (["18", "--block-size", "16"], "--block-size changes nothing in figure 18"),
+        (["12", "--threads", "1"], "--threads is for a real engine: give --model"),
+        (["12", "--model", "m", "--scale", "opt-13b"], "--scale is the simulator's"),
+        (["12", "--model", "m", "--simulated"], "--simulated runs no model"),
+        (["18", "--model", "m"], "leave out --model: figure 18 measures this CPU's kernel"),
+        (["19", "--model", "m"], "octavo bench gpu swap and prefill"),
+        (["2", "--managers", "paged,slab"], "among fastertransformer, orca-max, .*, got 'slab'"),
+        (["2", "--managers", "paged-shared"], "in this figure, got 'paged-shared'"),
+        (["12", "--rates", "1,,2"], "rates must be numbers, separated by commas, got '1,,2'"),
+        (["12", "--rates", "0,1"], "rates must be above 0, got 0"),
+        (["12", "--duration", "nan"], "duration must be above 0, got nan"),
+        (["14", "--widths", "2,0"], "widths must be"),
+        (["12", "--model", "no-such-model"], "no model 'no-such-model'"),
+        (["12", "--redraw", "no.csv"], "cannot read no.csv"),
+        (["12", "--redraw", __file__], "is not a table that octavo bench paper wrote"),
+        (["12", "--redraw", "no.csv", "--rates", "1"], "--redraw measures nothing"),
+    ],
+)
+def test_what_has_no_effect_or_no_sense_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "paper", "--figure", *arguments])
+    assert result.exit_code == 1, result.output
+    assert re.search(message, result.stderr), result.stderr

@@ -57,7 +57,7 @@ def test_beams_save_more_than_samples_and_the_run_repeats() -> None:
 
 def test_made_up_probabilities_are_probabilities() -> None:
     random = np.random.default_rng(1)
-    ids, logprobs = sharing._tops(random, np.zeros(2000, dtype=np.int32), 6)
+    ids, logprobs = sharing.made_up_tops(random, np.zeros(2000, dtype=np.int32), 6)
     assert ids.shape == logprobs.shape == (2000, 6)
     assert (np.diff(logprobs, axis=1) <= 0).all()
     assert all(len(set(row)) == 6 for row in ids.tolist())

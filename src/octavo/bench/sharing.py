@@ -192,31 +192,49 @@ def policy_saving(
     )
     random = np.random.default_rng([seed, width])
     executor = SimulatedExecutor(
-        KVCapacity(num_blocks + 1, BLOCK_SIZE, 1), tops=lambda plan, rows, k: _tops(random, rows, k)
+        KVCapacity(num_blocks + 1, BLOCK_SIZE, 1),
+        tops=lambda plan, rows, k: made_up_tops(random, rows, k),
     )
     core = EngineCore(scheduler, executor, depth=1)
     requests = []
     for index, item in enumerate(items):
         prompt = random.integers(0, _VOCAB, item.num_prompt_tokens, dtype=np.int32)
-        requests.append(_request(index, prompt, item.num_output_tokens, width, is_beam))
+        requests.append(request_of(index, prompt, item.num_output_tokens, width, is_beam))
     if load is None:
         return _measured(core, requests)
+    return paced_saving(core, requests, num_blocks=num_blocks, load=load, seed=seed)
+
+
+def paced_saving(
+    core: EngineCore,
+    requests: Sequence[Request],
+    *,
+    num_blocks: int,
+    block_size: int = BLOCK_SIZE,
+    load: float,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Run ``requests`` through any engine, arriving as a Poisson process in steps that needs the
+    share ``load`` of its ``num_blocks`` blocks for samples."""
     # By Little's law, in requests a step.
-    block_steps = statistics.mean(_block_steps(item, width) for item in items)
+    block_steps = statistics.mean(_block_steps(request, block_size) for request in requests)
     rate = load * num_blocks / block_steps
-    times = arrival_times("poisson", len(items), rate=rate, seed=seed)
+    times = arrival_times("poisson", len(requests), rate=rate, seed=seed)
     return _measured(core, requests, times.tolist())
 
 
-def _block_steps(item: WorkItem, width: int) -> float:
-    """Blocks that ``width`` samples hold, summed over their steps."""
-    shared = item.num_prompt_tokens // BLOCK_SIZE
-    lengths = item.num_prompt_tokens + np.arange(1, item.num_output_tokens + 1)
-    own = -(-lengths // BLOCK_SIZE) - shared
-    return float((shared + width * own).sum())
+def _block_steps(request: Request, block_size: int) -> float:
+    """Blocks that as many samples hold, summed over their steps."""
+    num_prompt = len(request.prompt_token_ids)
+    shared = num_prompt // block_size
+    lengths = num_prompt + np.arange(1, request.max_tokens + 1)
+    own = -(-lengths // block_size) - shared
+    return float((shared + request.num_sequences * own).sum())
 
 
-def _tops(random: np.random.Generator, rows: IntArray, k: int) -> tuple[IntArray, FloatArray]:
+def made_up_tops(
+    random: np.random.Generator, rows: IntArray, k: int
+) -> tuple[IntArray, FloatArray]:
     """``k`` likeliest tokens of each row, their probabilities the largest parts of a unit stick
     that is broken at uniform places again and again: a Poisson-Dirichlet distribution, whose mean
     entropy is 1 nat and whose likeliest token has 0.62 on average."""
@@ -258,13 +276,15 @@ def model_saving(
         for index, item in enumerate(items):
             prompt = np.take(novel, range(place, place + item.num_prompt_tokens), mode="wrap")
             place += item.num_prompt_tokens
-            requests.append(_request(index, prompt, item.num_output_tokens, width, True))
+            requests.append(request_of(index, prompt, item.num_output_tokens, width, True))
         return _measured(core, requests) | {"seconds": time.perf_counter() - start}
     finally:
         core.close()
 
 
-def _request(number: int, prompt: IntArray, max_tokens: int, width: int, is_beam: bool) -> Request:
+def request_of(
+    number: int, prompt: IntArray, max_tokens: int, width: int, is_beam: bool
+) -> Request:
     params = SamplingParams(
         max_tokens=max_tokens,
         ignore_eos=True,

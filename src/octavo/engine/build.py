@@ -38,7 +38,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     from octavo.execution import host
     from octavo.execution.models.loading import load_config
 
-    device = _device(config.device)
+    device = choose_device(config.device)
     # One core is left to the front end, whose threads would otherwise make computing ones wait.
     num_threads = config.threads or max(host.num_physical_cores() - 1, 1)
     torch.set_num_threads(num_threads)
@@ -163,7 +163,7 @@ def _reservation(
     return reservation
 
 
-def _device(asked: str) -> str:
+def choose_device(asked: str) -> str:
     """``cpu`` or ``cuda``; ``auto`` takes a GPU where there is one."""
     import torch
 

@@ -4,42 +4,94 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from octavo import options
+from octavo.config import ConfigError
 from octavo.terminal import print_json, readable_errors
+
+_REAL = "With --model"
 
 
 def paper(
     figure: Annotated[
         str, typer.Option(help="Of Kwon et al., SOSP 2023: 2, 12, 13, 14, 15, 16, 18 or 19.")
     ],
-    scale: Annotated[
-        str,
+    model: Annotated[
+        str | None,
         typer.Option(
-            help="Whose keys and values fill 12 GiB: opt-13b, as in the paper, or llama-3.1-8b."
+            help="Run this model, instead of the simulator: one that serves, or llama-3.1-8b, "
+            "llama-3.2-1b or a config.json with random weights."
         ),
-    ] = "opt-13b",
+    ] = None,
     trace: Annotated[
         str | None,
         typer.Option(help="A trace or a table of lengths [default: 1000 pairs of ShareGPT]."),
     ] = None,
     num_requests: Annotated[
-        int | None, typer.Option(help="Of the trace [default: up to 1000].")
+        int | None,
+        typer.Option(
+            min=1, help="Of the trace [default: up to 1000]; with rates, at most, of each."
+        ),
     ] = None,
     num_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the pool [default: the scale's].")
+        int | None,
+        typer.Option(
+            min=1, help="Blocks of the pool [default: the scale's, or for 7.7 longest sequences]."
+        ),
     ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens in a block [default: 16].")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a block [default: 16].")
+    ] = None,
+    managers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Of fastertransformer, orca-max, orca-pow2, …: the figure's."
+        ),
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(metavar="R,R", help="Requests a second: the figure's.")
+    ] = None,
+    duration: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds in which requests arrive at each rate: the figure's, of the simulated "
+            "clock, or 20."
+        ),
+    ] = None,
+    widths: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Samples and beams [default: 2,4,6].")
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            help="Simulated: whose keys and values fill 12 GiB: opt-13b, as in the paper (the "
+            "default), or llama-3.1-8b."
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            rich_help_panel=_REAL,
+            help="Longest sequence; a trace's lengths are scaled to it [default: 512 on a CPU, "
+            "2048 on a GPU].",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(rich_help_panel=_REAL, help="cpu, cuda or auto [default: auto].")
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_REAL, help="Compute threads [default: cores less one]."),
+    ] = None,
     simulated: Annotated[
         bool,
-        typer.Option(
-            "--simulated",
-            help="Run the simulator at the paper's scale; these figures always do.",
-        ),
+        typer.Option("--simulated", help="Run the simulator at the paper's scale: the default."),
     ] = False,
     output: Annotated[
         Path | None,
@@ -47,7 +99,17 @@ def paper(
             metavar="DIR", help="Also write figure-N.png and figure-N.csv (needs the extra plots)."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Makes the workload repeatable.")] = 0,
+    table: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Also write the table, which needs no extra."),
+    ] = None,
+    redraw: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Measure nothing: draw a table of --csv as a PNG beside it."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Makes the workload repeatable.")] = 0,
     as_json: options.AsJSON = False,
 ) -> None:
     """A figure of the papers, measured with the managers and the scheduler of this engine."""
@@ -57,26 +119,92 @@ def paper(
         from octavo.bench.paper.report import PaperOptions
 
         if figure not in FIGURES:
-            raise ValueError(f"figure must be one of {', '.join(FIGURES)}, got {figure!r}")
-        if output is not None:
+            raise ConfigError(f"figure must be one of {', '.join(FIGURES)}, got {figure!r}")
+        given = {
+            "model": model,
+            "trace": trace,
+            "num_requests": num_requests,
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "managers": managers and tuple(_parts("managers", managers, str)),
+            "rates": rates and tuple(_parts("rates", rates, float)),
+            "duration_s": duration,
+            "widths": widths and tuple(_parts("widths", widths, int)),
+            "scale": scale,
+            "max_model_len": max_model_len,
+            "device": device,
+            "threads": threads,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        drawn = FIGURES[figure]
+        if output is not None or redraw is not None:
             files.require_plots()
-        report = FIGURES[figure](
-            PaperOptions(
-                scale=scale,
-                trace=trace,
-                num_requests=num_requests,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                seed=seed,
-            )
-        )
-        written = ()
+        if redraw is not None:
+            if given or simulated or output is not None or table is not None or as_json:
+                raise ConfigError("--redraw measures nothing: give it with --figure alone")
+            caption, rows = files.read_table(redraw)
+            place = redraw.with_suffix(".png")
+            files.plot(drawn, place, caption, rows)
+            typer.echo(f"written: {place}")
+            return
+        if simulated and model is not None:
+            raise ConfigError("--simulated runs no model: leave out --model, or --simulated")
+        check_effect(figure, drawn.TAKES, given)
+        report = drawn.measure(PaperOptions(**given, seed=seed))
+        caption = files.caption_of(report, shlex.join(["octavo", *sys.argv[1:]]))
+        written = []
         if output is not None:
-            command = shlex.join(["octavo", *sys.argv[1:]])
-            written = files.write(report, figure, output, command)
+            written = [output / f"figure-{figure}.png", output / f"figure-{figure}.csv"]
+            files.write_table(written[1], caption, report.rows)
+            files.plot(drawn, written[0], caption, report.rows)
+        if table is not None:
+            files.write_table(table, caption, report.rows)
+            written.append(table)
         if as_json:
             print_json(report.values)
             return
         typer.echo("\n".join([report.title, report.conditions, "", report.text]))
-        for path in written:
-            typer.echo(f"written: {path}")
+        for place in written:
+            typer.echo(f"written: {place}")
+
+
+def check_effect(figure: str, takes: frozenset[str], given: Collection[str]) -> None:
+    """Refuse what would change nothing.
+
+    Raises:
+        ConfigError: an option does not go with the figure, or with what runs it.
+    """
+    from octavo.bench.paper.registry import SIMULATED_ONLY
+
+    is_real = "model" in given
+    if is_real and figure in SIMULATED_ONLY:
+        raise ConfigError(f"leave out --model: {SIMULATED_ONLY[figure]}")
+    only_real = {"max_model_len", "device", "threads"}
+    takes = takes | {"model"} | (only_real if is_real else {"scale"})
+    for name in given:
+        if name in takes:
+            continue
+        option = "--" + name.removesuffix("_s").replace("_", "-")
+        if name in only_real:
+            raise ConfigError(f"{option} is for a real engine: give --model with it, or leave it")
+        if name == "scale":
+            raise ConfigError("--scale is the simulator's: leave it out with --model")
+        raise ConfigError(f"{option} changes nothing in figure {figure}: leave it out")
+
+
+_Part = TypeVar("_Part", str, int, float)
+
+
+def _parts(name: str, text: str, kind: Callable[[str], _Part]) -> list[_Part]:
+    """What is between commas.
+
+    Raises:
+        ConfigError: a part is no number, or none is there.
+    """
+    try:
+        parts = [kind(part.strip()) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name} must be numbers, separated by commas, got {text!r}") from error
+    if any(part == "" or (name == "widths" and part < 1) for part in parts):
+        raise ConfigError(f"{name} must be separated by single commas, and above 0, got {text!r}")
+    return parts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from octavo.bench.paper.report import Row
 from octavo.bench.paper.serving import Served, sustained_rate
 
 if TYPE_CHECKING:
@@ -25,14 +27,16 @@ def table_of(what: str, curves: Curves) -> str:
     return "\n".join(lines)
 
 
-def rows_of(what: str, curves: Curves) -> list[dict[str, Any]]:
+def rows_of(what: str, curves: Curves) -> list[Row]:
     return [
         {
             what: name,
             "rate": rate,
             "normalized_latency_s": f"{served.normalized_latency_s:.6f}",
             "mean_running": f"{served.mean_running:.3f}",
+            "requests_per_s": f"{served.requests_per_s:.4f}",
             "num_preemptions": served.num_preemptions,
+            "num_requests": served.num_requests,
         }
         for name, curve in curves.items()
         for rate, served in curve.items()
@@ -61,8 +65,10 @@ def draw_rates(figure: Figure, rates: dict[str, dict[str, float]], bound_s: floa
     axes = figure.subplots()
     names = list(next(iter(rates.values())))
     for index, name in enumerate(names):
-        places = [place + 0.26 * (index - 1) for place in range(len(rates))]
-        axes.bar(places, [by_name[name] for by_name in rates.values()], 0.24, label=name)
+        width = 0.78 / len(names)
+        places = [place + width * (index - (len(names) - 1) / 2) for place in range(len(rates))]
+        heights = [by_name[name] for by_name in rates.values()]
+        axes.bar(places, heights, 0.92 * width, label=name)
     axes.set_xticks(range(len(rates)), list(rates))
     axes.set_ylabel(f"requests a second at {bound_s} s a token")
     axes.legend(frameon=False, fontsize=8)
@@ -76,7 +82,29 @@ def rates_of(found: dict[str, Curves], bound_s: float) -> dict[str, dict[str, fl
     }
 
 
-def rows_of_all(what: str, found: dict[str, Curves]) -> list[dict[str, Any]]:
+def curves_of(what: str, rows: Sequence[Row]) -> Curves:
+    """The curves of `rows_of`, or of a CSV's rows, which are texts."""
+    curves: Curves = {}
+    for row in rows:
+        curves.setdefault(row[what], {})[float(row["rate"])] = Served(
+            normalized_latency_s=float(row["normalized_latency_s"]),
+            requests_per_s=float(row["requests_per_s"]),
+            mean_running=float(row["mean_running"]),
+            num_preemptions=int(row["num_preemptions"]),
+            num_requests=int(row["num_requests"]),
+        )
+    return curves
+
+
+def all_curves_of(what: str, rows: Sequence[Row]) -> dict[str, Curves]:
+    """The curves of `rows_of_all`, or of a CSV's rows."""
+    labels = dict.fromkeys(row[what] for row in rows)
+    return {
+        label: curves_of("manager", [row for row in rows if row[what] == label]) for label in labels
+    }
+
+
+def rows_of_all(what: str, found: dict[str, Curves]) -> list[Row]:
     return [
         {what: label, **row}
         for label, curves in found.items()

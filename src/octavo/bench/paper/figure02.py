@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from octavo.bench.paper.managers import MANAGERS, OPT_13B, Pool, driver_block, pool_of
-from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
+from octavo.bench.paper.engines import ALL_MANAGERS, engines_of
+from octavo.bench.paper.managers import MANAGERS, OPT_13B, driver_block
+from octavo.bench.paper.report import (
+    PaperOptions,
+    PaperReport,
+    Row,
+    managers_of,
+    trace_name,
+    work_of,
+)
 from octavo.bench.paper.saturation import CONDITIONS, Saturation, saturate
 from octavo.workload.items import WorkItem
 
@@ -24,22 +33,24 @@ PARTS = ("live", "reserved", "internal", "external", "free")
 _COLORS = ("#3f7f4f", "#d9b44a", "#b5533c", "#7a5c8e", "#d8d8d8")
 
 
+TAKES = frozenset({"trace", "num_requests", "num_blocks", "block_size", "managers"})
+
+
 def measure(options: PaperOptions) -> PaperReport:
-    pool = pool_of(options.scale, options.num_blocks, options.block_size)
-    items = lengths(options, pool.max_model_len)
-    found = {name: saturate(name, pool, items) for name in MANAGERS}
-    found |= _in_driver_blocks(options, pool, items)
+    engines = engines_of(options)
+    names = managers_of(options, MANAGERS, ALL_MANAGERS)
+    items = work_of(options, engines)
+    found = {name: saturate(engines, name, items) for name in names}
+    found |= _in_driver_blocks(options, names, items)
     return PaperReport(
         title="Figure 2: where the bytes of the KV cache are",
         conditions=(
-            f"{len(items)} requests of {trace_name(options)} lengths at saturation, "
-            f"{pool.num_blocks} blocks of {pool.block_size} tokens ({options.scale}), "
-            f"prefix caching off. {CONDITIONS}"
+            f"{len(items)} requests of {trace_name(options, engines)}, prefix caching off, "
+            f"{engines.conditions} {CONDITIONS}"
         ),
-        values={name: shares(found[name]) for name in MANAGERS},
+        values={name: shares(found[name]) for name in names},
         rows=_rows(found),
         text=_table(found),
-        draw=lambda figure: _draw(figure, found),
     )
 
 
@@ -57,23 +68,19 @@ def shares(found: Saturation) -> dict[str, float]:
 
 
 def _in_driver_blocks(
-    options: PaperOptions, pool: Pool, items: Sequence[WorkItem]
+    options: PaperOptions, names: Sequence[str], items: Sequence[WorkItem]
 ) -> dict[str, Saturation]:
     """OPT-13B's 16 tokens are no whole number of driver pages: what `virtual` does with the
-    smallest block of its own that is."""
-    if options.scale != "opt-13b":
+    smallest block of its own that is. A real engine's blocks are such at once."""
+    if options.model is not None or options.scale != "opt-13b" or "virtual" not in names:
         return {}
     size = driver_block(OPT_13B)
-    coarse = Pool(
-        num_blocks=pool.num_blocks * pool.block_size // size,
-        block_size=size,
-        max_model_len=pool.max_model_len,
-        token_bytes=pool.token_bytes,
-    )
-    return {f"virtual, blocks of {size}": saturate("virtual", coarse, items)}
+    num_tokens = engines_of(options).pool.num_tokens
+    coarse = replace(options, num_blocks=num_tokens // size, block_size=size)
+    return {f"virtual, blocks of {size}": saturate(engines_of(coarse), "virtual", items)}
 
 
-def _rows(found: dict[str, Saturation]) -> list[dict[str, object]]:
+def _rows(found: dict[str, Saturation]) -> list[Row]:
     return [
         {
             "manager": name,
@@ -96,16 +103,15 @@ def _table(found: dict[str, Saturation]) -> str:
     return "\n".join(lines)
 
 
-def _draw(figure: Figure, found: dict[str, Saturation]) -> None:
+def draw(figure: Figure, rows: Sequence[Row]) -> None:
     """Ours, and the paper's beside it, hatched."""
     axes = figure.subplots()
-    for place, (name, run) in enumerate(found.items()):
-        both = ((shares(run), -0.2, ""), (PAPER.get(name, {}), 0.2, "//"))
-        for values, shift, hatch in both:
+    for place, row in enumerate(rows):
+        for ours, shift, hatch in ((True, -0.2, ""), (False, 0.2, "//")):
             bottom = 0.0
             for part, color in zip(PARTS, _COLORS, strict=True):
-                value = 100 * values.get(part, 0.0)
-                label = part if place == 0 and not hatch else None
+                value = 100 * float(row.get(part if ours else f"paper_{part}") or 0.0)
+                label = part if place == 0 and ours else None
                 axes.bar(
                     place + shift, value, 0.36, bottom, color=color, hatch=hatch, label=label, lw=0
                 )
@@ -113,8 +119,8 @@ def _draw(figure: Figure, found: dict[str, Saturation]) -> None:
                     text = {"ha": "center", "fontsize": 7, "color": "white", "weight": "bold"}
                     axes.text(place + shift, value / 2, f"{value:.1f}", **text)
                 bottom += value
-    labels = [name.replace(", ", ",\n") for name in found]
-    axes.set_xticks(range(len(found)), labels, fontsize=8)
+    labels = [row["manager"].replace(", ", ",\n") for row in rows]
+    axes.set_xticks(range(len(rows)), labels, fontsize=8)
     axes.set_ylabel("% of the KV cache")
     axes.set_ylim(0, 100)
     axes.bar(0, 0, color="white", edgecolor="black", hatch="//", lw=0, label="the paper's")

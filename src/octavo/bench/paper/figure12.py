@@ -3,41 +3,51 @@ manager."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from octavo.bench.paper.curves import Curves, draw_curves, rows_of, table_of
-from octavo.bench.paper.engine import STATIC
-from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
-from octavo.bench.paper.managers import MANAGERS, Pool, pool_of
-from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
-from octavo.bench.paper.serving import Served, serve, shown_rate, sustained_rate, sweep
+from octavo.bench.paper.curves import Curves, curves_of, draw_curves, rows_of, table_of
+from octavo.bench.paper.engines import ALL_MANAGERS, STATIC, engines_of
+from octavo.bench.paper.machine import assumed
+from octavo.bench.paper.report import (
+    PaperOptions,
+    PaperReport,
+    Row,
+    managers_of,
+    trace_name,
+    work_of,
+)
+from octavo.bench.paper.serving import load_of, shown_rate, shown_ratio, sustained_rate, sweep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from matplotlib.figure import Figure
 
-    from octavo.workload.items import WorkItem
-
-NAMES = (STATIC, *MANAGERS)
 RATES = (0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 1.8, 2.1, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
-_NUM_REQUESTS = 500
+DURATION_S = 600.0
 # Seconds an output token: what is compared is the rate at which it is reached.
 BOUND_S = 0.1
 STOP_S = 0.5
 PAPER = {"orca-oracle": "1.7 to 2.7", "orca-max": "2.7 to 8", STATIC: "up to 22"}
+TAKES = frozenset(
+    {"trace", "num_requests", "num_blocks", "block_size"} | {"managers", "rates", "duration_s"}
+)
 
 
 def measure(options: PaperOptions) -> PaperReport:
-    pool = pool_of(options.scale, options.num_blocks, options.block_size)
-    items = lengths(options, pool.max_model_len, _NUM_REQUESTS)
-    curves = {name: curve(name, pool, items, options.seed) for name in NAMES}
+    engines = engines_of(options)
+    names = managers_of(options, ALL_MANAGERS, ALL_MANAGERS)
+    load = load_of(options, RATES, DURATION_S, STOP_S)
+    items = work_of(replace(options, num_requests=None), engines)
+    curves: Curves = {}
+    for name in names:
+        with engines.open(name) as engine:
+            curves[name] = sweep(engine, items, load)
     rates = {name: sustained_rate(found, BOUND_S) for name, found in curves.items()}
     return PaperReport(
         title="Figure 12: normalized latency against request rate",
         conditions=(
-            f"{len(items)} requests of {trace_name(options)} lengths, Poisson arrivals, "
-            f"{pool.num_blocks} blocks of {pool.block_size} tokens. The scheduler and the managers "
-            f"over the simulated executor. {ASSUMED}"
+            f"{trace_name(options, engines)}, {load}, {engines.conditions}{assumed(options)}"
         ),
         values={
             "sustained_rate": rates,
@@ -47,25 +57,22 @@ def measure(options: PaperOptions) -> PaperReport:
             },
         },
         rows=rows_of("manager", curves),
-        text=_text(curves, rates),
-        draw=lambda figure: draw_curves(figure, curves, BOUND_S),
+        text=_text(curves),
     )
 
 
-def curve(name: str, pool: Pool, items: Sequence[WorkItem], seed: int) -> dict[float, Served]:
-    """One manager at each rate."""
-    run = partial(serve, name, pool, latency=paper_opt13b_a100(pool.block_size))
-    return sweep(RATES, items, lambda at: run(items=at), seed=seed, stop_at_s=STOP_S)
+def draw(figure: Figure, rows: Sequence[Row]) -> None:
+    draw_curves(figure, curves_of("manager", rows), BOUND_S)
 
 
-def _text(curves: Curves, rates: dict[str, float]) -> str:
+def _text(curves: Curves) -> str:
     lines = [
         table_of("manager", curves),
         "",
         f"{f'rate at {BOUND_S:g} s a token':<26}{'req/s':>8}{'paged is':>10}   paper",
     ]
-    for name, rate in rates.items():
-        ratio = f"{rates['paged'] / rate:.1f}×" if rate else "–"
+    for name in curves:
+        ratio = shown_ratio(curves, "paged", name, BOUND_S)
         shown = shown_rate(curves[name], BOUND_S)
         lines.append(f"{name:<26}{shown:>8}{ratio:>10}   {PAPER.get(name, '')}")
     return "\n".join(lines)

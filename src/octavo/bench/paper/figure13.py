@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from octavo.bench.paper.managers import MANAGERS, pool_of
-from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
+from octavo.bench.paper.engines import ALL_MANAGERS, engines_of
+from octavo.bench.paper.managers import MANAGERS
+from octavo.bench.paper.report import (
+    PaperOptions,
+    PaperReport,
+    Row,
+    managers_of,
+    trace_name,
+    work_of,
+)
 from octavo.bench.paper.saturation import CONDITIONS, saturate
 
 if TYPE_CHECKING:
@@ -15,15 +24,19 @@ if TYPE_CHECKING:
 PAPER = {"orca-max": 7.0, "orca-pow2": 9.8, "orca-oracle": 13.6, "paged": 30.4}
 
 
+TAKES = frozenset({"trace", "num_requests", "num_blocks", "block_size", "managers"})
+
+
 def measure(options: PaperOptions) -> PaperReport:
-    pool = pool_of(options.scale, options.num_blocks, options.block_size)
-    items = lengths(options, pool.max_model_len)
-    values = {name: saturate(name, pool, items).mean_running for name in MANAGERS}
+    engines = engines_of(options)
+    names = managers_of(options, MANAGERS, ALL_MANAGERS)
+    items = work_of(options, engines)
+    values = {name: saturate(engines, name, items).mean_running for name in names}
     return PaperReport(
         title="Figure 13: requests that run at once",
         conditions=(
-            f"{len(items)} requests of {trace_name(options)} lengths at saturation, "
-            f"{pool.num_blocks} blocks of {pool.block_size} tokens ({options.scale}). {CONDITIONS}"
+            f"{len(items)} requests of {trace_name(options, engines)}, {engines.conditions} "
+            f"{CONDITIONS}"
         ),
         values=values,
         rows=[
@@ -31,7 +44,6 @@ def measure(options: PaperOptions) -> PaperReport:
             for name, value in values.items()
         ],
         text=_table(values),
-        draw=lambda figure: _draw(figure, values),
     )
 
 
@@ -41,23 +53,31 @@ def _table(values: dict[str, float]) -> str:
     ]
     for name, value in values.items():
         paper = PAPER.get(name)
-        line = f"{name:<18}{value:>10.1f}{values['paged'] / value:>9.1f}×"
+        ratio = f"{values['paged'] / value:.1f}×" if "paged" in values else "–"
+        line = f"{name:<18}{value:>10.1f}{ratio:>10}"
         if paper is not None:
             line += f"{paper:>8.1f}{PAPER['paged'] / paper:>9.1f}×"
         lines.append(line)
     return "\n".join(lines)
 
 
-def _draw(figure: Figure, values: dict[str, float]) -> None:
+def draw(figure: Figure, rows: Sequence[Row]) -> None:
     axes = figure.subplots()
-    places = range(len(values))
+    values = [float(row["mean_running"]) for row in rows]
     axes.bar(
-        [p - 0.2 for p in places], list(values.values()), 0.36, color="#4878a8", label="Octavo"
+        [place - 0.2 for place in range(len(rows))], values, 0.36, color="#4878a8", label="Octavo"
     )
-    known = [(place + 0.2, PAPER[name]) for place, name in enumerate(values) if name in PAPER]
-    axes.bar(*zip(*known, strict=True), 0.36, color="0.8", hatch="//", label="paper, 2 requests/s")
-    for place, value in enumerate(values.values()):
+    known = [(place, float(row["paper"])) for place, row in enumerate(rows) if row["paper"]]
+    axes.bar(
+        [place + 0.2 for place, _ in known],
+        [value for _, value in known],
+        0.36,
+        color="0.8",
+        hatch="//",
+        label="paper, 2 requests/s",
+    )
+    for place, value in enumerate(values):
         axes.text(place - 0.2, value, f"{value:.1f}", ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(places, list(values))
+    axes.set_xticks(range(len(rows)), [row["manager"] for row in rows])
     axes.set_ylabel("requests at once")
     axes.legend(frameon=False, fontsize=8)

@@ -6,106 +6,117 @@ hand, so they are drawn from geometric distributions of these means.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.bench.paper.curves import Curves, draw_rates, rates_of, rows_of_all, table_of
-from octavo.bench.paper.engine import plain_request
-from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
-from octavo.bench.paper.managers import Pool, pool_of
-from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
-from octavo.bench.paper.serving import (
-    Served,
-    serve,
-    shown_rate,
-    sweep,
+from octavo.bench.paper.curves import (
+    Curves,
+    all_curves_of,
+    draw_rates,
+    rates_of,
+    rows_of_all,
+    table_of,
 )
+from octavo.bench.paper.engines import ALL_MANAGERS, Engine, engines_of, plain_request
+from octavo.bench.paper.machine import assumed
+from octavo.bench.paper.report import (
+    PaperOptions,
+    PaperReport,
+    Row,
+    managers_of,
+    trace_name,
+    work_of,
+)
+from octavo.bench.paper.serving import load_of, shown_rate, shown_ratio, sweep
 from octavo.workload.items import WorkItem
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from octavo.core.request import Request
 
 NAMES = ("orca-max", "orca-oracle", "paged")
+KINDS = ("parallel", "beam")
 WIDTHS = (2, 4, 6)
-RATES = (0.5, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
+RATES = (0.2, 0.5, 1, 2, 4, 6, 8, 11, 14, 18, 22, 28, 36, 48, 64)
+DURATION_S = 30.0
 BOUND_S = 0.1
 STOP_S = 0.5
 ALPACA = (19.3, 58.5)
-_NUM_REQUESTS = 300
+_NUM_LENGTHS = 1000
 # Paged against Orca (Oracle): no beams 1.3 times, six beams 2.3 times.
 PAPER = {"beam 6": 2.3}
+TAKES = frozenset(
+    {"trace", "num_requests", "num_blocks", "block_size"}
+    | {"managers", "rates", "duration_s", "widths"}
+)
 
 
 def measure(options: PaperOptions) -> PaperReport:
-    pool = pool_of(options.scale, options.num_blocks, options.block_size)
+    engines = engines_of(options)
+    names = managers_of(options, NAMES, ALL_MANAGERS)
+    load = load_of(options, RATES, DURATION_S, STOP_S)
     if options.trace is None:
-        items = alpaca(options.num_requests or _NUM_REQUESTS, options.seed)
-        source = "Alpaca's mean"
+        items = alpaca(_NUM_LENGTHS, options.seed, engines.pool.max_model_len)
+        source = "Lengths of Alpaca's mean"
     else:
-        items, source = lengths(options, pool.max_model_len), trace_name(options)
-    found: dict[str, Curves] = {}
-    for kind in ("parallel", "beam"):
-        for width in WIDTHS:
-            found[f"{kind} {width}"] = {
-                name: sweep(
-                    RATES,
-                    items,
-                    partial(_serve, name, pool, kind == "beam", width),
-                    seed=options.seed,
-                    stop_at_s=STOP_S,
-                )
-                for name in NAMES
-            }
+        items = work_of(replace(options, num_requests=None), engines)
+        source = trace_name(options, engines)
+    asked = [(kind, width) for kind in KINDS for width in options.widths or WIDTHS]
+    found: dict[str, Curves] = {f"{kind} {width}": {} for kind, width in asked}
+    for name in names:
+        with engines.open(name) as engine:
+            for kind, width in asked:
+                make = partial(_request, kind == "beam", width)
+                curve = sweep(engine, items, load, make=make, per_request=width)
+                found[f"{kind} {width}"][name] = curve
     rates = rates_of(found, BOUND_S)
+    beams = "" if options.model else " Beams diverge by made-up probabilities."
     return PaperReport(
         title="Figure 14: parallel sampling and beam search",
-        conditions=(
-            f"{len(items)} requests of {source} lengths, Poisson arrivals, {pool.num_blocks} "
-            f"blocks of {pool.block_size} tokens. The scheduler and the managers over the "
-            f"simulated executor; beams diverge by made-up probabilities. {ASSUMED}"
-        ),
+        conditions=f"{source}, {load}, {engines.conditions}{beams}{assumed(options)}",
         values=rates,
         rows=rows_of_all("decoding", found),
-        text=_text(found, rates),
-        draw=lambda figure: draw_rates(figure, rates, BOUND_S),
+        text=_text(found),
     )
 
 
-def alpaca(count: int, seed: int) -> list[WorkItem]:
-    """Geometric lengths of Alpaca's means, one token at least."""
+def draw(figure: Figure, rows: Sequence[Row]) -> None:
+    draw_rates(figure, rates_of(all_curves_of("decoding", rows), BOUND_S), BOUND_S)
+
+
+def alpaca(count: int, seed: int, max_total_len: int) -> list[WorkItem]:
+    """Geometric lengths of Alpaca's means, one token at least, cut to ``max_total_len`` in all."""
     random = np.random.default_rng(seed)
     prompts, outputs = (random.geometric(1 / mean, count) for mean in ALPACA)
+    most = max_total_len // 2
     return [
-        WorkItem(0.0, int(prompt), int(min(output, 500)))
+        WorkItem(0.0, int(min(prompt, most)), int(min(output, 500, most)))
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
 
 
-def _serve(name: str, pool: Pool, is_beam: bool, width: int, items: list[WorkItem]) -> Served:
-    def make(number: int, item: WorkItem) -> Request:
-        request = plain_request(number, item)
-        if is_beam:
-            params = replace(request.params, use_beam_search=True)
-            return replace(request, params=params, n=width, beam_width=width)
-        return replace(request, params=replace(request.params, temperature=1.0), n=width)
-
-    latency = paper_opt13b_a100(pool.block_size)
-    return serve(name, pool, items, latency, make=make, per_request=width)
+def _request(is_beam: bool, width: int, engine: Engine, number: int, item: WorkItem) -> Request:
+    request = plain_request(engine, number, item)
+    if is_beam:
+        params = replace(request.params, use_beam_search=True)
+        return replace(request, params=params, n=width, beam_width=width)
+    return replace(request, params=replace(request.params, temperature=1.0), n=width)
 
 
-def _text(found: dict[str, Curves], rates: dict[str, dict[str, float]]) -> str:
+def _text(found: dict[str, Curves]) -> str:
     lines = []
     for label, curves in found.items():
         lines += [label, table_of("manager", curves), ""]
-    lines.append(
-        f"{'req/s at 0.1 s a token':<24}" + "".join(f"{n:>13}" for n in NAMES) + "  paged is"
-    )
-    for label, by_name in rates.items():
-        ratio = by_name["paged"] / by_name["orca-oracle"] if by_name["orca-oracle"] else 0.0
+    names = list(next(iter(found.values())))
+    lines.append(f"{'req/s at 0.1 s a token':<24}" + "".join(f"{n:>18}" for n in names))
+    for label, curves in found.items():
+        cells = "".join(f"{shown_rate(curve, BOUND_S):>18}" for curve in curves.values())
+        ratio = shown_ratio(curves, "paged", "orca-oracle", BOUND_S)
         paper = f", paper {PAPER[label]}×" if label in PAPER else ""
-        cells = "".join(f"{shown_rate(found[label][name], BOUND_S):>13}" for name in NAMES)
-        lines.append(f"{label:<24}{cells}  {ratio:.1f}× of oracle{paper}")
+        lines.append(f"{label:<24}{cells}  paged is {ratio} oracle{paper}")
     return "\n".join(lines)

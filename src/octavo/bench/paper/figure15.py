@@ -5,11 +5,12 @@ The definition, and the runs, are those of `octavo.bench.sharing`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from octavo.bench import sharing
-from octavo.bench.paper.managers import pool_of
-from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
+from octavo.bench.paper.engines import engines_of
+from octavo.bench.paper.report import PaperOptions, PaperReport, Row, trace_name, work_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,30 +20,43 @@ PAPER = sharing.PAPER["ShareGPT"]
 _NAMES = {"parallel": "parallel sampling", "beam": "beam search"}
 
 
+TAKES = frozenset({"trace", "num_requests", "num_blocks", "block_size", "widths"})
+
+
 def measure(options: PaperOptions) -> PaperReport:
-    pool = pool_of(options.scale, options.num_blocks, sharing.BLOCK_SIZE)
-    items = lengths(options, pool.max_model_len)
-    values = {
-        kind: {
-            str(width): sharing.policy_saving(
-                items,
-                width,
-                kind == "beam",
-                num_blocks=pool.num_blocks,
-                load=sharing.LOAD,
-                seed=options.seed,
-            )["saved_percent"]
-            for width in sharing.WIDTHS
-        }
-        for kind in _NAMES
-    }
+    engines = engines_of(options)
+    items = work_of(options, engines)
+    values: dict[str, dict[str, float]] = {}
+    with engines.open("paged") as engine:
+        pool = engine.pool
+        for kind in _NAMES:
+            values[kind] = {}
+            for width in options.widths or sharing.WIDTHS:
+                requests = [
+                    sharing.request_of(
+                        number,
+                        engine.prompt(number, item.num_prompt_tokens),
+                        item.num_output_tokens,
+                        width,
+                        kind == "beam",
+                    )
+                    for number, item in enumerate(items)
+                ]
+                found = sharing.paced_saving(
+                    engine.core,
+                    requests,
+                    num_blocks=pool.num_blocks,
+                    block_size=pool.block_size,
+                    load=sharing.LOAD,
+                    seed=options.seed,
+                )
+                values[kind][str(width)] = found["saved_percent"]
+    beams = "" if options.model else " Beams diverge by made-up probabilities."
     return PaperReport(
         title="Figure 15: blocks saved by sharing",
         conditions=(
-            f"{len(items)} requests of {trace_name(options)} lengths, one by one, for "
-            f"{100 * sharing.LOAD:.0f} % of {pool.num_blocks} blocks of {sharing.BLOCK_SIZE} "
-            "tokens. The scheduler and the paged manager over the simulated executor; beams "
-            "diverge by made-up probabilities."
+            f"{len(items)} requests of {trace_name(options, engines)}, one by one, for "
+            f"{100 * sharing.LOAD:.0f} % of the pool under paged: {engines.conditions}{beams}"
         ),
         values=values,
         rows=[
@@ -57,26 +71,25 @@ def measure(options: PaperOptions) -> PaperReport:
             for width, saved in by_width.items()
         ],
         text=_table(values),
-        draw=lambda figure: _draw(figure, values),
     )
 
 
 def _table(values: dict[str, dict[str, float]]) -> str:
-    lines = [f"{'blocks saved, %':<20}" + "".join(f"{w:>8}" for w in sharing.WIDTHS) + "   paper"]
+    widths = list(next(iter(values.values())))
+    lines = [f"{'blocks saved, %':<20}" + "".join(f"{w:>8}" for w in widths) + "   paper"]
     for kind, by_width in values.items():
         saved = "".join(f"{value:>8.1f}" for value in by_width.values())
         lines.append(f"{_NAMES[kind]:<20}{saved}   {PAPER[kind][0]} to {PAPER[kind][1]}")
     return "\n".join(lines)
 
 
-def _draw(figure: Figure, values: dict[str, dict[str, float]]) -> None:
-    for axes, (kind, by_width) in zip(
-        figure.subplots(1, 2, sharey=True), values.items(), strict=True
-    ):
+def draw(figure: Figure, rows: Sequence[Row]) -> None:
+    for axes, kind in zip(figure.subplots(1, 2, sharey=True), _NAMES, strict=True):
+        mine = [row for row in rows if row["decoding"] == kind]
         axes.axhspan(*PAPER[kind], color="0.88", label="paper, widths 2 to 6")
-        places = range(len(by_width))
-        axes.bar(places, list(by_width.values()), 0.5, color="#4878a8", label="Octavo")
-        axes.set_xticks(places, list(by_width))
+        saved = [float(row["saved_percent"]) for row in mine]
+        axes.bar(range(len(mine)), saved, 0.5, color="#4878a8", label="Octavo")
+        axes.set_xticks(range(len(mine)), [row["width"] for row in mine])
         axes.set_title(_NAMES[kind], fontsize=9)
         axes.set_xlabel("samples" if kind == "parallel" else "beams")
         axes.set_ylim(0, 100)

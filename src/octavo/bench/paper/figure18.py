@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octavo.bench.paper.machine import ASSUMED, paper_opt13b_a100
 from octavo.bench.paper.managers import pool_of
-from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
+from octavo.bench.paper.report import SHAREGPT, PaperOptions, PaperReport, Row, lengths
 from octavo.bench.paper.serving import serve
+from octavo.bench.paper.simulated import SimulatedEngines
 from octavo.core.layout import KVLayout
 from octavo.core.plan import int_array
 from octavo.workload.arrivals import arrival_times, with_arrivals
@@ -29,17 +31,19 @@ RATE = 3.0
 _LAYERS, _HEADS, _KV_HEADS, _DIM = 4, 9, 3, 64
 _ROWS, _CONTEXT, _ROUNDS = 8, 1024, 9
 _NUM_REQUESTS = 400
+TAKES = frozenset({"trace", "num_requests"})
 
 
 def measure(options: PaperOptions) -> PaperReport:
     kernel = {size: kernel_ms(size) for size in SIZES}
-    pool = pool_of(options.scale, options.num_blocks)
+    pool = pool_of(options.scale)
     items = lengths(options, pool.max_model_len, _NUM_REQUESTS)
     times = arrival_times("poisson", len(items), rate=RATE, seed=options.seed)
     served = {}
     for size in SIZES:
         sized = pool_of(options.scale, None, size)
-        served[size] = serve("paged", sized, with_arrivals(items, times), paper_opt13b_a100(size))
+        with SimulatedEngines(sized, paper_opt13b_a100(size)).open("paged") as engine:
+            served[size] = serve(engine, with_arrivals(items, times))
     values = {
         str(size): {
             "scattered_ms": kernel[size][0],
@@ -54,13 +58,12 @@ def measure(options: PaperOptions) -> PaperReport:
         title="Figure 18: block sizes",
         conditions=(
             f"Kernel: the compiled one of this CPU, {_ROWS} rows of {_CONTEXT} tokens, median of "
-            f"{_ROUNDS}. Service: {len(items)} requests of {trace_name(options)} lengths at "
+            f"{_ROUNDS}. Service: {len(items)} requests of {options.trace or SHAREGPT} lengths at "
             f"{RATE:g} a second over the simulated executor. {ASSUMED}"
         ),
         values=values,
         rows=[{"block_size": size, **found} for size, found in values.items()],
         text=_text(values),
-        draw=lambda figure: _draw(figure, values),
     )
 
 
@@ -117,13 +120,13 @@ def _text(values: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def _draw(figure: Figure, values: dict[str, dict[str, float]]) -> None:
+def draw(figure: Figure, rows: Sequence[Row]) -> None:
     kernel, service = figure.subplots(1, 2)
-    places = range(len(values))
-    kernel.bar(places, [v["kernel_ratio"] for v in values.values()], color="#4878a8")
+    places = range(len(rows))
+    kernel.bar(places, [float(row["kernel_ratio"]) for row in rows], color="#4878a8")
     kernel.set_ylabel("scattered to consecutive blocks, time")
-    service.bar(places, [v["normalized_latency_s"] for v in values.values()], color="#4878a8")
+    service.bar(places, [float(row["normalized_latency_s"]) for row in rows], color="#4878a8")
     service.set_ylabel("normalized latency, s a token")
     for axes in (kernel, service):
-        axes.set_xticks(places, list(values))
+        axes.set_xticks(places, [row["block_size"] for row in rows])
         axes.set_xlabel("tokens in a block")

@@ -7,12 +7,14 @@ of ours is one copy, whatever the number of layers; both layouts are shown.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from octavo.bench.paper.machine import A100, ASSUMED, OPT_13B, paper_opt13b_a100
 from octavo.bench.paper.managers import pool_of
-from octavo.bench.paper.report import PaperOptions, PaperReport, lengths, trace_name
+from octavo.bench.paper.report import SHAREGPT, PaperOptions, PaperReport, Row, lengths
 from octavo.bench.paper.serving import serve
+from octavo.bench.paper.simulated import SimulatedEngines
 from octavo.core.layout import num_blocks_for
 from octavo.scheduling.preemption import PreemptionPolicy
 from octavo.simulate.load import StepLoad
@@ -28,10 +30,11 @@ CONTEXT = 256
 COPY_S = 8e-6
 RATE = 5.0
 _NUM_REQUESTS = 400
+TAKES = frozenset({"trace", "num_requests"})
 
 
 def measure(options: PaperOptions) -> PaperReport:
-    pool = pool_of(options.scale, options.num_blocks)
+    pool = pool_of(options.scale)
     items = lengths(options, pool.max_model_len, _NUM_REQUESTS)
     times = arrival_times("poisson", len(items), rate=RATE, seed=options.seed)
     values: dict[str, dict[str, float]] = {}
@@ -39,14 +42,14 @@ def measure(options: PaperOptions) -> PaperReport:
         found = overheads_ms(size)
         sized = pool_of(options.scale, None, size)
         for way in WAYS:
-            served = serve(
-                "paged",
+            engines = SimulatedEngines(
                 sized,
-                with_arrivals(items, times),
                 paper_opt13b_a100(size),
                 preemption=PreemptionPolicy(mode=way),
                 num_host_blocks=sized.num_blocks if way == "swap" else 0,
             )
+            with engines.open("paged") as engine:
+                served = serve(engine, with_arrivals(items, times))
             found[f"{way}_normalized_latency_s"] = served.normalized_latency_s
             found[f"{way}_preemptions"] = served.num_preemptions
         values[str(size)] = found
@@ -55,13 +58,12 @@ def measure(options: PaperOptions) -> PaperReport:
         conditions=(
             f"Overhead: {CONTEXT} tokens out and in again, or computed again; {COPY_S * 1e6:g} µs "
             f"for each copy beside its bytes. Service: {len(items)} requests of "
-            f"{trace_name(options)} "
-            f"lengths at {RATE:g} a second over the simulated executor. {ASSUMED}"
+            f"{options.trace or SHAREGPT} lengths "
+            f"at {RATE:g} a second over the simulated executor. {ASSUMED}"
         ),
         values=values,
         rows=[{"block_size": size, **found} for size, found in values.items()],
         text=_text(values),
-        draw=lambda figure: _draw(figure, values),
     )
 
 
@@ -104,26 +106,26 @@ def _text(values: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def _draw(figure: Figure, values: dict[str, dict[str, float]]) -> None:
+def draw(figure: Figure, rows: Sequence[Row]) -> None:
     overhead, service = figure.subplots(1, 2)
-    places = range(len(values))
+    places = range(len(rows))
     for key, label in (
         ("recompute_ms", "recompute"),
         ("swap_one_ms", "swap, one copy a block"),
         ("swap_layered_ms", "swap, a copy a layer, K and V"),
     ):
-        overhead.plot(places, [v[key] for v in values.values()], marker="o", label=label)
+        overhead.plot(places, [float(row[key]) for row in rows], marker="o", label=label)
     overhead.set_yscale("log")
     overhead.set_ylabel(f"ms for {CONTEXT} tokens")
     for way in WAYS:
         service.plot(
             places,
-            [v[f"{way}_normalized_latency_s"] for v in values.values()],
+            [float(row[f"{way}_normalized_latency_s"]) for row in rows],
             marker="o",
             label=way,
         )
     service.set_ylabel("normalized latency, s a token")
     for axes in (overhead, service):
-        axes.set_xticks(places, list(values))
+        axes.set_xticks(places, [row["block_size"] for row in rows])
         axes.set_xlabel("tokens in a block")
         axes.legend(frameon=False, fontsize=7)

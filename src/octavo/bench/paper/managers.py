@@ -55,13 +55,17 @@ class Pool:
             )
 
     @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.block_size * self.token_bytes
+        return self.num_tokens * self.token_bytes
 
     @property
     def max_num_seqs(self) -> int:
         """Rows that never run out before blocks do: a sequence has 500 tokens on average."""
-        return max(64, self.num_blocks * self.block_size // 128)
+        return max(64, self.num_tokens // 128)
 
 
 def driver_block(layout: KVLayout) -> int:
@@ -88,7 +92,7 @@ def pool_of(scale: str, num_blocks: int | None = None, block_size: int | None = 
         raise WorkloadError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
     pool = SCALES[scale]
     size = block_size or pool.block_size
-    count = num_blocks or pool.num_blocks * pool.block_size // size
+    count = num_blocks or pool.num_tokens // size
     return replace(pool, num_blocks=count, block_size=size)
 
 

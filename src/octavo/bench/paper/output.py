@@ -7,43 +7,64 @@ import os
 import platform
 import subprocess
 import textwrap
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from octavo import __version__
-from octavo.bench.paper.report import PaperReport
+from octavo.bench.paper.registry import PaperFigure
+from octavo.bench.paper.report import PaperReport, Row
 from octavo.config import ConfigError
 
 
 def require_plots() -> None:
     """Raises `ConfigError` where nothing can be drawn, before anything is measured."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("--output needs matplotlib; install the extra octavo[plots]")
+        raise ConfigError("a plot needs matplotlib; install the extra octavo[plots]")
 
 
-def write(report: PaperReport, number: str, folder: Path, command: str) -> tuple[Path, Path]:
-    """``figure-N.png`` and ``figure-N.csv`` in ``folder``, which is made."""
-    folder.mkdir(parents=True, exist_ok=True)
-    caption = [report.conditions, f"{command} — {machine()} — {commit()}"]
-    table, plot = folder / f"figure-{number}.csv", folder / f"figure-{number}.png"
-    with table.open("w", newline="", encoding="utf-8") as file:
-        for line in (report.title, *caption):
+def caption_of(report: PaperReport, command: str) -> list[str]:
+    """The title, the conditions, and the command with machine and commit."""
+    return [report.title, report.conditions, f"{command} — {machine()} — {commit()}"]
+
+
+def write_table(path: Path, caption: Sequence[str], rows: Sequence[Row]) -> None:
+    """A CSV, whose folder is made, with the caption as comments."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        for line in caption:
             file.write(f"# {line}\n")
-        rows = csv.DictWriter(file, list(report.rows[0]), lineterminator="\n")
-        rows.writeheader()
-        rows.writerows(report.rows)
-    _plot(report, caption, plot)
-    return plot, table
+        table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
 
 
-def _plot(report: PaperReport, caption: list[str], path: Path) -> None:
+def read_table(path: Path) -> tuple[list[str], list[Row]]:
+    """The caption and the rows of `write_table`, all of them texts.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    caption = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+    rows: list[Row] = list(csv.DictReader(lines[len(caption) :]))
+    if len(caption) != 3 or not rows:
+        raise ConfigError(f"{path} is not a table that octavo bench paper wrote with --csv")
+    return caption, rows
+
+
+def plot(drawn: PaperFigure, path: Path, caption: Sequence[str], rows: Sequence[Row]) -> None:
+    """A PNG with the caption below it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.4), dpi=120, layout="constrained")
     body, foot = figure.subfigures(2, 1, height_ratios=[1, 0.2])
-    body.suptitle(report.title, fontsize=11)
-    report.draw(body)
-    lines = [line for part in caption for line in textwrap.wrap(part, 118)]
+    body.suptitle(caption[0], fontsize=11)
+    drawn.draw(body, rows)
+    lines = [line for part in caption[1:] for line in textwrap.wrap(part, 118)]
     foot.text(0.02, 0.95, "\n".join(lines), fontsize=6.5, va="top")
     figure.savefig(path)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from octavo.bench.paper import (
     figure02,
@@ -14,15 +15,41 @@ from octavo.bench.paper import (
     figure18,
     figure19,
 )
-from octavo.bench.paper.report import PaperOptions, PaperReport
+from octavo.bench.paper.report import PaperOptions, PaperReport, Row
 
-FIGURES: dict[str, Callable[[PaperOptions], PaperReport]] = {
-    "2": figure02.measure,
-    "12": figure12.measure,
-    "13": figure13.measure,
-    "14": figure14.measure,
-    "15": figure15.measure,
-    "16": figure16.measure,
-    "18": figure18.measure,
-    "19": figure19.measure,
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class PaperFigure(Protocol):
+    """``TAKES`` are the fields of `PaperOptions` that change it, beside model, scale and seed."""
+
+    TAKES: frozenset[str]
+
+    def measure(self, options: PaperOptions) -> PaperReport: ...
+
+    def draw(self, figure: Figure, rows: Sequence[Row]) -> None:
+        """Plot a report's rows, or a CSV's, which are texts."""
+
+
+FIGURES: dict[str, PaperFigure] = {
+    "2": figure02,
+    "12": figure12,
+    "13": figure13,
+    "14": figure14,
+    "15": figure15,
+    "16": figure16,
+    "18": figure18,
+    "19": figure19,
 }
+SIMULATED_ONLY = {
+    "18": (
+        "figure 18 measures this CPU's kernel and simulates the service; for a real engine's, give "
+        "figure 12 another block size"
+    ),
+    "19": (
+        "figure 19 compares what swapping and computing again cost on the paper's machine; "
+        "octavo bench gpu swap and prefill measure both rates on a GPU"
+    ),
+}
+"""Figures without a real engine, and why."""

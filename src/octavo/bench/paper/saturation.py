@@ -1,10 +1,9 @@
 """A pool under more requests than it can hold: where its bytes are, and how many run, at each step.
 
-The scheduler and the managers that serve run over the simulated executor. All requests are there
-from the start, every step takes equally long, and outputs have the trace's lengths. What is counted
-are the steps between two moments: a tenth of the requests have ended, so that those which run did
-not all begin together; and nobody waits any more. Each is looked at when its plan has been made:
-who could be admitted is in, and what the step is about to compute counts as reserved.
+All requests are there from the start and outputs have the trace's lengths. What is counted are the
+steps between two moments, each step alike: a tenth of the requests have ended, so that those which
+run did not all begin together; and nobody waits any more. Each is looked at when its plan has been
+made: who could be admitted is in, and what the step is about to compute counts as reserved.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from octavo.bench.paper.engine import build_core, plain_request
-from octavo.bench.paper.managers import Pool
+from octavo.bench.paper.engines import Engine, Engines, check_ended, plain_request
 from octavo.core.plan import KVUsage
 from octavo.memory.usage import check_usage
 from octavo.scheduling.scheduler import Scheduler
@@ -21,8 +19,8 @@ from octavo.workload.items import WorkItem, WorkloadError
 
 WARM_UP_SHARE = 0.1
 CONDITIONS = (
-    "The scheduler and the managers over the simulated executor, all requests at once, equal "
-    "steps; mean over the steps from when a tenth of the requests have ended until nobody waits."
+    "All requests at once; mean over the steps from when a tenth of the requests have ended until "
+    "nobody waits."
 )
 _PARTS = tuple(field.name for field in fields(KVUsage) if field.name != "capacity")
 
@@ -68,31 +66,44 @@ class _Meter:
         self.num_steps += 1
 
 
-def saturate(name: str, pool: Pool, items: Sequence[WorkItem]) -> Saturation:
+def saturate(engines: Engines, name: str, items: Sequence[WorkItem]) -> Saturation:
     """Run the items through the manager ``name``.
 
     Raises:
         WorkloadError: they do not fill the pool.
+        RuntimeError: a request failed.
     """
-    core = build_core(name, pool, num_requests=len(items))
-    scheduler = core.scheduler
-    meter = _Meter(scheduler, pool.token_bytes)
-    core.on_plan = meter.look
-    for number, item in enumerate(items):
-        scheduler.add(plain_request(number, item))
-    num_ended = total_steps = 0
-    while core.has_work:
-        meter.is_counting = num_ended >= WARM_UP_SHARE * len(items)
-        num_ended += len(core.step().finished)
-        total_steps += 1
-    if not meter.num_steps:
+    with engines.open(name) as engine:
+        found = _run(engine, items)
+        pool = engine.pool
+    if found is None:
         raise WorkloadError(
             f"{len(items)} requests do not saturate {pool.num_blocks} blocks under {name}: nobody "
             "waits; give more requests, or fewer blocks"
         )
+    return found
+
+
+def _run(engine: Engine, items: Sequence[WorkItem]) -> Saturation | None:
+    """None: at no counted step did anybody wait."""
+    core, scheduler = engine.core, engine.core.scheduler
+    meter = _Meter(scheduler, engine.pool.token_bytes)
+    core.on_plan = meter.look
+    for number, item in enumerate(items):
+        scheduler.add(plain_request(engine, number, item))
+    num_ended = total_steps = 0
+    while core.has_work:
+        meter.is_counting = num_ended >= WARM_UP_SHARE * len(items)
+        finished = core.step().finished
+        check_ended(finished)
+        num_ended += len(finished)
+        total_steps += 1
+    core.on_plan = None
+    if not meter.num_steps:
+        return None
     return Saturation(
         mean_bytes={key: value / meter.num_steps for key, value in meter.sums.items()},
-        pool_bytes=pool.num_bytes,
+        pool_bytes=engine.pool.num_bytes,
         mean_running=meter.num_running / meter.num_steps,
         num_steps=meter.num_steps,
         total_steps=total_steps,

@@ -1,25 +1,29 @@
-"""An engine of one manager under arrivals, on the simulator's clock: normalized latency at a rate.
+"""An engine of one manager under arrivals, on its own clock: normalized latency at a rate.
 
 A request's normalized latency is its seconds from arrival to end over the tokens of its output
 (Kwon et al., SOSP 2023, section 6.1), and the mean over all requests is what their figures show.
+Requests arrive for a fixed time and all of them are awaited: overload shows in how long they wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.bench.paper.engine import build_core, plain_request
-from octavo.bench.paper.managers import Pool
-from octavo.core.request import Request
-from octavo.scheduling.preemption import RECOMPUTE, PreemptionPolicy
-from octavo.simulate.executor import Latency, SimulatedExecutor
-from octavo.workload.arrivals import arrival_times, with_arrivals
-from octavo.workload.items import WorkItem
+from octavo.bench.paper.engines import WARM_UP_MOST, Engine, MakeRequest, check_ended, plain_request
+from octavo.workload.arrivals import arrival_times
+from octavo.workload.items import WorkItem, WorkloadError
 
-MakeRequest = Callable[[int, WorkItem], Request]
+if TYPE_CHECKING:
+    from octavo.bench.paper.report import PaperOptions
+
+
+REAL_RATES: tuple[float, ...] = (0.5, 1, 2, 4, 8, 16, 32, 64, 128)
+REAL_DURATION_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +34,99 @@ class Served:
     requests_per_s: float
     mean_running: float
     num_preemptions: int
+    num_requests: int
 
 
-def serve(
-    name: str,
-    pool: Pool,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Poisson arrivals at each of ``rates`` a second in turn, for ``duration_s`` seconds, of at
+    most ``num_requests`` (None: as many as come), until normalized latency passes ``stop_at_s``."""
+
+    rates: Sequence[float]
+    duration_s: float
+    num_requests: int | None
+    stop_at_s: float
+    seed: int = 0
+
+    def __str__(self) -> str:
+        most = "" if self.num_requests is None else f", {self.num_requests} at most"
+        return f"Poisson arrivals for {self.duration_s:g} s{most}"
+
+
+def load_of(
+    options: PaperOptions, rates: Sequence[float], duration_s: float, stop_at_s: float
+) -> Load:
+    """What is asked for, else a figure's ``rates`` and ``duration_s``; a real engine's may be any,
+    so that it gets `REAL_RATES` for `REAL_DURATION_S`.
+
+    Raises:
+        WorkloadError: a rate or the duration is not above 0.
+    """
+    if options.model is not None:
+        rates, duration_s = REAL_RATES, REAL_DURATION_S
+    rates = tuple(sorted(set(options.rates))) or rates
+    duration_s = duration_s if options.duration_s is None else options.duration_s
+    for name, value in (("rates", rates[0]), ("duration", duration_s)):
+        if not 0 < value < math.inf:
+            raise WorkloadError(f"{name} must be above 0, got {value:g}")
+    return Load(
+        rates=rates,
+        duration_s=duration_s,
+        num_requests=options.num_requests,
+        stop_at_s=stop_at_s,
+        seed=options.seed,
+    )
+
+
+def arriving(items: Sequence[WorkItem], rate: float, load: Load) -> list[WorkItem]:
+    """``items`` in turn, again from the first where they do not suffice, as they arrive."""
+    expected = rate * load.duration_s
+    times = arrival_times(
+        "poisson", math.ceil(expected + 6 * math.sqrt(expected) + 10), rate=rate, seed=load.seed
+    )
+    times = times[times < load.duration_s][: load.num_requests]
+    return [
+        replace(items[place % len(items)], arrival_s=time)
+        for place, time in enumerate(times.tolist())
+    ]
+
+
+def sweep(
+    engine: Engine,
     items: Sequence[WorkItem],
-    latency: Latency,
+    load: Load,
     *,
     make: MakeRequest = plain_request,
     per_request: int = 1,
-    preemption: PreemptionPolicy = RECOMPUTE,
-    num_host_blocks: int = 0,
-    prefix_caching: bool = False,
-) -> Served:
-    """Serve ``items`` as they arrive. ``per_request`` numbers are kept for each: its sequences."""
-    core = build_core(
-        name,
-        pool,
-        num_requests=len(items) * per_request + 1,
-        latency=latency,
-        preemption=preemption,
-        num_host_blocks=num_host_blocks,
-        prefix_caching=prefix_caching,
+) -> dict[float, Served]:
+    """Serve at each rate, up to the first that is hopeless."""
+    engine.warm_up(
+        [make(engine, n * per_request, item) for n, item in enumerate(items[:WARM_UP_MOST])]
     )
-    scheduler, executor = core.scheduler, core.executor
-    assert isinstance(executor, SimulatedExecutor)
-    num_running = 0
+    found: dict[float, Served] = {}
+    for rate in load.rates:
+        found[rate] = serve(engine, arriving(items, rate, load), make=make, per_request=per_request)
+        if found[rate].normalized_latency_s > load.stop_at_s:
+            break
+    return found
+
+
+def serve(
+    engine: Engine,
+    items: Sequence[WorkItem],
+    *,
+    make: MakeRequest = plain_request,
+    per_request: int = 1,
+) -> Served:
+    """Serve ``items`` as they arrive. ``per_request`` numbers are kept for each: its sequences.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    core = engine.core
+    scheduler = core.scheduler
+    requests = [make(engine, number * per_request, item) for number, item in enumerate(items)]
+    num_running, num_preemptions = 0, scheduler.num_preemptions
 
     def look() -> None:
         nonlocal num_running
@@ -65,57 +135,58 @@ def serve(
     core.on_plan = look
     ends: dict[int, float] = {}
     num_added, busy_s, running_s = 0, 0.0, 0.0
-    while len(ends) < len(items):
+    engine.start()
+    while num_added < len(items) or core.has_work:
         if not core.has_work:
-            executor.now_s = max(executor.now_s, items[num_added].arrival_s)
-        while num_added < len(items) and items[num_added].arrival_s <= executor.now_s:
-            scheduler.add(make(num_added * per_request, items[num_added]))
+            engine.wait_until(items[num_added].arrival_s)
+        before = engine.now_s
+        while num_added < len(items) and items[num_added].arrival_s <= before:
+            scheduler.add(requests[num_added])
             num_added += 1
-        before = executor.now_s
-        outputs = core.step()
-        busy_s += executor.now_s - before
-        running_s += num_running * (executor.now_s - before)
-        for finished in outputs.finished:
+        finished = core.step().finished
+        after = engine.now_s
+        busy_s += after - before
+        running_s += num_running * (after - before)
+        check_ended(finished)
+        for each in finished:
             # The last of its sequences to end counts.
-            ends[finished.number // per_request] = executor.now_s
-        if scheduler.num_waiting == scheduler.num_running == 0 and num_added == len(items):
-            break
+            ends[each.number // per_request] = after
+    core.on_plan = None
     normalized = [
         (ends[number] - item.arrival_s) / item.num_output_tokens
         for number, item in enumerate(items)
-        if number in ends
     ]
-    assert len(normalized) == len(items), "a request did not end"
     return Served(
         normalized_latency_s=float(np.mean(normalized)),
-        requests_per_s=len(items) / executor.now_s,
+        requests_per_s=len(items) / engine.now_s,
         mean_running=running_s / busy_s if busy_s else 0.0,
-        num_preemptions=scheduler.num_preemptions,
+        num_preemptions=scheduler.num_preemptions - num_preemptions,
+        num_requests=len(items),
     )
-
-
-def sweep(
-    rates: Sequence[float],
-    items: Sequence[WorkItem],
-    run: Callable[[list[WorkItem]], Served],
-    *,
-    seed: int,
-    stop_at_s: float,
-) -> dict[float, Served]:
-    """Poisson arrivals at each rate, up to the first at which the mean passes ``stop_at_s``."""
-    found: dict[float, Served] = {}
-    for rate in rates:
-        times = arrival_times("poisson", len(items), rate=rate, seed=seed)
-        found[rate] = run(with_arrivals(items, times))
-        if found[rate].normalized_latency_s > stop_at_s:
-            break
-    return found
 
 
 def shown_rate(curve: dict[float, Served], bound_s: float) -> str:
     """`sustained_rate` as text, ``≥`` before it where the highest rate measured was not enough."""
-    is_enough = list(curve.values())[-1].normalized_latency_s > bound_s
-    return f"{'' if is_enough else '≥ '}{sustained_rate(curve, bound_s):.2f}"
+    return f"{'' if _is_enough(curve, bound_s) else '≥ '}{sustained_rate(curve, bound_s):.2f}"
+
+
+def shown_ratio(
+    curves: dict[str, dict[float, Served]], name: str, other: str, bound_s: float
+) -> str:
+    """How many times the rate of ``other`` the manager ``name`` sustains, as text: ``≥`` before it
+    as in `shown_rate`, a dash where a curve is missing or that of ``other`` has no such rate."""
+    if name not in curves or other not in curves or not _is_enough(curves[other], bound_s):
+        return "–"
+    base = sustained_rate(curves[other], bound_s)
+    if not base:
+        return "–"
+    is_enough = _is_enough(curves[name], bound_s)
+    return f"{'' if is_enough else '≥ '}{sustained_rate(curves[name], bound_s) / base:.1f}×"
+
+
+def _is_enough(curve: dict[float, Served], bound_s: float) -> bool:
+    """Whether the highest rate measured was too much."""
+    return list(curve.values())[-1].normalized_latency_s > bound_s
 
 
 def sustained_rate(curve: dict[float, Served], bound_s: float) -> float:

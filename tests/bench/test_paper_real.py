@@ -1,0 +1,115 @@
+"""The papers' figures on the real engine, over a tiny model."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.tiny_engine import TOKEN_BYTES, save_gguf, save_llama
+from octavo.bench.paper.engines import ALL_MANAGERS, engines_of, plain_request
+from octavo.bench.paper.managers import MANAGERS
+from octavo.bench.paper.report import PaperOptions
+from octavo.cli import app
+from octavo.workload.items import WorkItem
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def figure(number: str, model: Path | str, *arguments: str) -> str:
+    common = ["--model", str(model), "--device", "cpu", "--threads", "1", "--max-model-len", "64"]
+    result = CliRunner().invoke(app, ["bench", "paper", "--figure", number, *common, *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_figure_2_splits_the_real_pool(gguf: Path) -> None:
+    small = ("--num-requests", "40", "--num-blocks", "32", "--block-size", "4")
+    # Four tokens of this model are no whole pages.
+    names = tuple(name for name in MANAGERS if name != "virtual")
+    found = json.loads(figure("2", gguf, *small, "--managers", ",".join(names), "--json"))
+    assert list(found) == list(names)
+    for parts in found.values():
+        assert sum(parts.values()) == pytest.approx(1, abs=1e-9)
+        assert min(parts.values()) >= 0
+    assert found["orca-max"]["live"] < found["orca-oracle"]["live"] < found["paged"]["live"]
+    assert found["orca-max"]["internal"] > 0.3
+
+
+def test_figure_12_serves_all_that_arrive(gguf: Path, tmp_path: Path) -> None:
+    table = tmp_path / "12.csv"
+    work = ("--rates", "40,80", "--duration", "0.25", "--managers", "orca-max,paged")
+    text = figure("12", gguf, *work, "--csv", str(table))
+    assert "ShareGPT lengths (times 0.03125), Poisson arrivals for 0.25 s" in text
+    assert "31 blocks of 16 tokens, sequences of at most 64. The engine itself" in text
+    lines = table.read_text().splitlines()
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    by_manager = {name: [r for r in rows if r["manager"] == name] for name in ("orca-max", "paged")}
+    for found in by_manager.values():
+        assert [row["rate"] for row in found] == ["40.0", "80.0"]
+        assert all(float(row["normalized_latency_s"]) > 0 for row in found)
+        assert all(float(row["mean_running"]) >= 1 for row in found)
+    # The same requests come to each, and all of them end.
+    counts = [[row["num_requests"] for row in found] for found in by_manager.values()]
+    assert counts[0] == counts[1]
+    assert 1 < int(counts[0][0]) < int(counts[0][1]) < 60
+
+
+def test_samples_and_beams(gguf: Path) -> None:
+    small = ("--rates", "100", "--duration", "0.05", "--managers", "orca-oracle,paged")
+    found = json.loads(figure("14", gguf, "--widths", "2", *small, "--json"))
+    assert {kind: list(rates) for kind, rates in found.items()} == {
+        "parallel 2": ["orca-oracle", "paged"],
+        "beam 2": ["orca-oracle", "paged"],
+    }
+
+
+def test_figure_15_saves_blocks(gguf: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "lengths.csv"
+    # A real trace's lengths are scaled down to 64 of 2048.
+    trace.write_text("prompt_tokens,output_tokens\n" + "1100,300\n700,600\n" * 3)
+    found = json.loads(figure("15", gguf, "--trace", str(trace), "--widths", "2,3", "--json"))
+    for by_width in found.values():
+        assert list(by_width) == ["2", "3"]
+        assert 0 < by_width["2"] < by_width["3"] < 100
+
+
+def test_every_manager_is_the_engines_own(tmp_path: Path) -> None:
+    """As it is built to serve, over pools of the same tokens; random weights get random tokens."""
+    folder = save_llama(tmp_path)
+    engines = engines_of(
+        PaperOptions(model=str(folder / "config.json"), device="cpu", threads=1, max_model_len=128)
+    )
+    assert engines.pool.token_bytes == TOKEN_BYTES
+    assert engines.length_scale == 1 / 16
+    for name in (*ALL_MANAGERS, "paged-shared"):
+        with engines.open(name) as engine:
+            scheduler = engine.core.scheduler
+            kind = type(scheduler.manager).__name__
+            base = name.removesuffix("-shared")
+            assert kind == {"paged": "PagedManager", "virtual": "VirtualManager"}.get(
+                base, "ContiguousManager"
+            )
+            assert scheduler.config.is_static == (name == "fastertransformer")
+            assert engine.pool.num_tokens == pytest.approx(engines.pool.num_tokens, rel=0.05)
+            assert scheduler.usage().capacity == engine.pool.num_tokens
+            request = plain_request(engine, 3, WorkItem(0.0, 40, 3))
+            assert len(set(request.prompt_token_ids.tolist())) > 20
+            engine.warm_up([request])
+            for _ in range(2):
+                scheduler.add(request)
+                while engine.core.has_work:
+                    (*_, last) = [engine.core.step()]
+                cached = last.finished[0].num_cached_tokens
+            assert (cached > 0) == name.endswith("-shared")
+            engine.start()
+            assert engine.now_s >= 0
+            engine.wait_until(0.01)
+            assert engine.now_s >= 0.01
+    assert "config.json (random weights) in float32 on this CPU, 1 thread" in engines.conditions

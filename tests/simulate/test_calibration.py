@@ -116,11 +116,11 @@ def test_what_ships_fits_its_points(name: str) -> None:
 
 
 def test_the_8b_on_an_h200() -> None:
-    """Within 5 % of documented steps."""
+    """Within 7 % of documented steps, which were measured by themselves."""
     model = load_calibration("h200-llama-3.1-8b").latency()
-    for rows, seconds in ((1, 4.19e-3), (64, 5.06e-3), (512, 18.99e-3)):
+    for rows, seconds in ((1, 4.24e-3), (64, 5.19e-3), (256, 10.41e-3), (512, 20.74e-3)):
         load = StepLoad(rows, rows, rows, 0, rows * 256)
-        assert model.seconds(load) == pytest.approx(seconds, rel=0.05)
+        assert model.seconds(load) == pytest.approx(seconds, rel=0.07)
 
 
 def test_the_papers_machine() -> None:

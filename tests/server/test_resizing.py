@@ -132,6 +132,8 @@ def test_a_size_that_cannot_be_is_refused(own: TinyServer, body: dict[str, Any],
     assert word in error["message"]
     assert error["param"] == "kv_memory"
     assert "kv_memory" in post(own, "/kv/resize", {}, 400)["message"]
+    unknown = {"kv_memory": "1MiB", "swap_memory": "1MiB"}
+    assert "swap_memory" in post(own, "/kv/resize", unknown, 400)["message"]
 
 
 def test_asleep_it_has_no_memory_and_says_so(own: TinyServer) -> None:

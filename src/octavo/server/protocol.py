@@ -298,7 +298,7 @@ class PrefixRequest(msgspec.Struct, kw_only=True):
         _check_salt(self.cache_salt)
 
 
-class ResizeRequest(msgspec.Struct, kw_only=True):
+class ResizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /kv/resize``: bytes, or a size such as ``2GiB``."""
 
     kv_memory: str | int

@@ -29,7 +29,6 @@ from octavo.execution.device import Device, Event
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.kernels.gpu import SplitSum
 from octavo.execution.kernels.page_lists import list_pages
-from octavo.execution.kernels.rope import rope_and_write
 from octavo.execution.models.norms import QueryKeyNorm
 from octavo.execution.staging import Staging
 
@@ -349,21 +348,8 @@ class FlashInferAttention(PagedAttention):
             norm: QueryKeyNorm | None = None,
             next_weight: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            kv_layer = self.layers[layer]
-            queries = rope_and_write(
-                qkv,
-                kv_layer,
-                step.token_rows,
-                step.positions,
-                step.tables,
-                self.rope.cos,
-                self.rope.sin,
-                self.num_heads,
-                head_norms=None if norm is None else norm.weight,
-                eps=0.0 if norm is None else norm.eps,
-                dtype=self.dtype,
-            )
-            return attend(queries, kv_layer).view(len(queries), -1)
+            queries = self.rotate_and_write(step, layer, qkv, norm)
+            return attend(queries, self.layers[layer]).view(len(queries), -1)
 
         return run
 

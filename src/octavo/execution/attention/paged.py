@@ -150,6 +150,33 @@ class PagedAttention:
             self.cutter.max_parts, self.num_kv_heads, arena.layout.head_dim, arena.kv.device
         )
 
+    def rotate_and_write(
+        self,
+        step: PagedStep,
+        layer: int,
+        qkv: torch.Tensor | SplitSum,
+        norm: QueryKeyNorm | None,
+        next_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Queries ``[tokens, num_heads, head_dim]``, rotated; keys and values go into the pool.
+        ``next_weight`` is fetched to L2 meanwhile, where few rows leave time for it."""
+        return rope_and_write(
+            qkv,
+            self.layers[layer],
+            step.token_rows,
+            step.positions,
+            step.tables,
+            self.rope.cos,
+            self.rope.sin,
+            self.num_heads,
+            head_norms=None if norm is None else norm.weight,
+            kv_scales=self.kv_scales[layer],
+            eps=0.0 if norm is None else norm.eps,
+            dtype=self.dtype,
+            next_weight=next_weight if len(step.positions) <= _PREFETCH_ROWS else None,
+            is_invariant=self.is_invariant,
+        )
+
     def attend_densely(
         self, step: PagedStep, layer: int, queries: torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -218,22 +245,7 @@ class PagedStepAttention:
         keys before they are rotated. ``next_weight`` is what the product after this reads."""
         backend, step = self._backend, self._step
         kv_layer, kv_scales = backend.layers[layer], backend.kv_scales[layer]
-        queries = rope_and_write(
-            qkv,
-            kv_layer,
-            step.token_rows,
-            step.positions,
-            step.tables,
-            backend.rope.cos,
-            backend.rope.sin,
-            backend.num_heads,
-            head_norms=None if norm is None else norm.weight,
-            kv_scales=kv_scales,
-            eps=0.0 if norm is None else norm.eps,
-            dtype=backend.dtype,
-            next_weight=next_weight if len(step.positions) <= _PREFETCH_ROWS else None,
-            is_invariant=backend.is_invariant,
-        )
+        queries = backend.rotate_and_write(step, layer, qkv, norm, next_weight)
         out = torch.empty_like(queries)
         keys, tables = kv_layer, step.tables
         if step.in_slots and not backend.only_dense_in_slots:

@@ -16,7 +16,6 @@ import torch
 
 from octavo.execution.attention.paged import PagedAttention, PagedStep
 from octavo.execution.kernels.gpu import SplitSum
-from octavo.execution.kernels.rope import rope_and_write
 from octavo.execution.models.norms import QueryKeyNorm
 
 
@@ -90,19 +89,7 @@ class StockAttention(PagedAttention):
             norm: QueryKeyNorm | None = None,
             next_weight: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            queries = rope_and_write(
-                qkv,
-                self.layers[layer],
-                step.token_rows,
-                step.positions,
-                step.tables,
-                self.rope.cos,
-                self.rope.sin,
-                self.num_heads,
-                head_norms=None if norm is None else norm.weight,
-                eps=0.0 if norm is None else norm.eps,
-                dtype=self.dtype,
-            )
+            queries = self.rotate_and_write(step, layer, qkv, norm)
             out = torch.empty_like(queries) if attend is None else attend(layer, queries)
             self.attend_densely(step, layer, queries, out)
             return out.view(len(out), -1)

@@ -27,6 +27,7 @@ def shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(translation, "_STEPS", 12)
     monkeypatch.setattr(translation, "_RATE", 200.0)
     monkeypatch.setattr(translation, "DECODE_ROWS", (1, 3))
+    monkeypatch.setattr(translation, "HIT_TOKENS", (16, 48))
     monkeypatch.setattr(translation, "_lengths", lambda count: [(9, 3), (20, 2), (5, 4)])
     options = {"device": "cpu", "kv_memory": "8MiB", "max_model_len": 512}
     kinds = {kind: {"kv": kind, **options} for kind in ("paged", "virtual")}
@@ -49,6 +50,17 @@ def test_every_figure_of_both_translations(shape: str) -> None:
         assert figures
         assert all(value > 0 for value in figures.values()), row
         assert all(name in line(row) for name in figures)
+
+
+@pytest.mark.parametrize("kind", ["paged", "virtual"])
+def test_hits_are_hits(shape: str, kind: str) -> None:
+    with translation.opened(shape, kind, prefix_caching=True) as llm:
+        block = llm._core.scheduler.manager.block_size  # type: ignore[attr-defined]
+        found = translation.prefix_hits(llm, 2 * block, repeats=3)
+        assert set(found) == {"hit_ms", "computed_ms"}
+        assert all(value > 0 for value in found.values())
+        with pytest.raises(RuntimeError, match="tokens were cached"):
+            translation.prefix_hits(llm, 2 * block + 1, repeats=1)
 
 
 def test_steps_are_timed_one_by_one(shape: str) -> None:

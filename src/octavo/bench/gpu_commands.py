@@ -82,7 +82,7 @@ def kernels(as_json: options.AsJSON = False) -> None:
 def translation(
     sections: Annotated[
         list[str] | None,
-        typer.Argument(help="pages, prefill, decode, offline, load, mapping [all]."),
+        typer.Argument(help="pages, prefill, decode, offline, load, mapping, hits [all]."),
     ] = None,
     model: Annotated[
         str, typer.Option(help="llama-3-8b-200k or yi-6b-200k: random weights.")

@@ -55,7 +55,7 @@ def test_every_figure_of_both_translations(shape: str) -> None:
 @pytest.mark.parametrize("kind", ["paged", "virtual"])
 def test_hits_are_hits(shape: str, kind: str) -> None:
     with translation.opened(shape, kind, prefix_caching=True) as llm:
-        block = llm._core.scheduler.manager.block_size  # type: ignore[attr-defined]
+        block = llm._core.scheduler.manager.block_size
         found = translation.prefix_hits(llm, 2 * block, repeats=3)
         assert set(found) == {"hit_ms", "computed_ms"}
         assert all(value > 0 for value in found.values())

@@ -104,9 +104,7 @@ def measure(
 def opened(shape: str, kind: str, *, prefix_caching: bool = False) -> Iterator[LLM]:
     """An engine of one kind, whose memory is given back at the end."""
     path = resources.files("octavo.bench") / "shapes" / f"{shape}.json"
-    llm = works.open_llm(
-        str(path), prefix_caching=prefix_caching, max_num_seqs=256, **KINDS[kind]
-    )
+    llm = works.open_llm(str(path), prefix_caching=prefix_caching, max_num_seqs=256, **KINDS[kind])
     with llm:
         yield llm
     works.forget(llm)
@@ -237,7 +235,7 @@ def offline(llm: LLM) -> dict[str, float]:
 
 def prefix_hits(llm: LLM, num_tokens: int, own: int = 17, repeats: int = 12) -> dict[str, float]:
     """Milliseconds to the first token of a prompt whose first ``num_tokens`` (whole blocks) are
-    cached, with ``own`` more, and of one as long of which nothing is: medians of ``repeats``, by turns.
+    cached, with ``own`` more, and of one as long of which nothing is: medians, by turns.
 
     A hit costs ``virtual`` the mapping of its blocks before the step can begin; what is computed
     anew needs blocks that are mapped too, but for those its slot still shows.

@@ -56,7 +56,7 @@ WORKS = (
 DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)
 PREFILL_TOKENS = (8192, 32768, 65536, 122880)
 DETERMINISTIC_ROWS = (1, 32, 256)
-_PROMPT, _STEPS = 128, 256
+_PROMPT, _STEPS, _WARM_STEPS = 128, 256, 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,8 @@ def generate(
 
 
 def decode(llm: LLM, rows: int, ceilings: Ceilings, steps: int = _STEPS, **asked: Any) -> Figure:
-    generate(llm, [(_PROMPT, 4)] * rows, 1, **asked)
+    # Long enough for every row to decode at once: steps of all the sizes that come are captured.
+    generate(llm, [(_PROMPT, _WARM_STEPS)] * rows, 1, **asked)
     one = min(generate(llm, [(_PROMPT, 1)] * rows, seed, **asked) for seed in (2, 3))
     floors = Floors(llm, ceilings)
     with floors.counted():

@@ -14,6 +14,7 @@ from octavo.execution.kernels.linear import gated_linear, linear, tiling, whole
 from octavo.execution.kernels.norm import add_rms_norm
 from octavo.execution.kernels.rope import rope_and_write
 from octavo.execution.kernels.skinny_linear import Tiling, skinny_linear
+from octavo.execution.kernels.wide_linear import gated_wide_linear, suits
 from octavo.execution.models.fp8 import quantize_channels
 
 ON_GPU = torch.cuda.is_available()
@@ -41,6 +42,46 @@ def test_a_gated_product(device: torch.device) -> None:
     y = skinny_linear(x, weight, None, Tiling(block_k=64), gated=True)
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
     torch.testing.assert_close(y, F.silu(gate) * up, atol=1e-5, rtol=1e-5)
+
+
+# In the interpreter a product of bfloat16 is wrong.
+WIDE_DTYPES = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
+
+
+@pytest.mark.parametrize("dtype", WIDE_DTYPES)
+@pytest.mark.parametrize(("rows", "inputs", "features"), [(65, 200, 100), (130, 64, 129)])
+def test_a_wide_gated_product(
+    device: torch.device, dtype: torch.dtype, rows: int, inputs: int, features: int
+) -> None:
+    x = torch.randn(rows, inputs, device=device).to(dtype)
+    weight = (torch.randn(2 * features, inputs, device=device) / inputs**0.5).to(dtype)
+    gate, up = F.linear(x.float(), weight.float()).chunk(2, dim=-1)
+    y = gated_wide_linear(x, weight)
+    torch.testing.assert_close(y.float(), F.silu(gate) * up, **tolerance(dtype))
+
+
+def test_which_gated_products_are_wide(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = (torch.randn(2 * 96 * 128, 64, device=device) / 8).to(torch.float16)
+    x = torch.randn(257, 64, device=device).to(torch.float16)
+    asked = []
+    monkeypatch.setattr(
+        "octavo.execution.kernels.linear.gated_wide_linear",
+        lambda x, weight: asked.append(len(x)) or gated_wide_linear(x, weight),
+    )
+    gate, up = F.linear(x.float(), weight.float()).chunk(2, dim=-1)
+    y = gated_linear(x[:65], weight, None)
+    torch.testing.assert_close(y.float(), (F.silu(gate) * up)[:65], **tolerance(torch.float16))
+    assert asked == [65]
+    assert not suits(x, weight), "more rows than it is fast at"
+    assert not suits(x[:64], weight), "the product of few rows is faster"
+    assert not suits(x[:65, :60], weight[:, :60]), "not contiguous"
+    assert not suits(x[:65].float(), weight.float())
+    assert not suits(x[:65], weight[: 2 * 95 * 128]), "tiles for too few multiprocessors"
+    gated_linear(x[:65], weight, None, is_invariant=True)
+    gated_linear(x[:65], weight, torch.zeros_like(weight[:, 0]))
+    assert asked == [65]
 
 
 def test_parts_have_inputs_enough() -> None:

@@ -12,6 +12,7 @@ from octavo.execution.kernels.activation import silu_and_mul
 from octavo.execution.kernels.fp8 import scaled_linear
 from octavo.execution.kernels.gpu import SplitSum
 from octavo.execution.kernels.skinny_linear import MAX_ROWS, Tiling, skinny_linear
+from octavo.execution.kernels.wide_linear import gated_wide_linear, suits
 
 # Multiprocessors of a Hopper or Ampere data-centre chip; two programs fit on each.
 _PROCESSORS = 132
@@ -97,6 +98,8 @@ def gated_linear(
 ) -> torch.Tensor:
     """``silu(gate) * up``, ``[rows, out / 2]`` in x's dtype; gates are the first half of the
     product's outputs. ``scales`` as in `linear`."""
+    if bias is None and not is_invariant and suits(x, weight):
+        return gated_wide_linear(x, weight)
     chosen = _tiling_of(x, weight, is_invariant)
     if chosen is not None and chosen.splits == 1:
         y = skinny_linear(x, weight, bias, chosen, gated=True, scales=scales)

@@ -17,9 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.execution.kernels.gpu import INTERPRETED, OVERLAP, PDL, begin
 
-MAX_ROWS = 256
-"""Rows up to which it is faster than the library's product and the activation behind it."""
-
 # From a search on an H200: 128 rows, 128 gates and what they gate, at 128 and at 256 rows.
 _ROWS, _FEATURES, _INPUTS = 128, 128, 64
 
@@ -56,11 +53,14 @@ def _gated_wide_linear(
 
 
 def suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `gated_wide_linear` takes these, and is the fastest that does: rows, 16-bit elements,
-    weights enough for a tile on most multiprocessors, and a chip that has the accelerator."""
+    """Whether `gated_wide_linear` takes these, and is the fastest that does: rows that fill one tile
+    by half or two nearly, 16-bit elements, weights enough for a tile on most multiprocessors, and a
+    chip that has the accelerator. (At 192 rows, half of whose second tile is empty, the library is
+    7 % faster over a whole step.)"""
     tiles = triton.cdiv(weight.shape[0] // 2, _FEATURES)
+    rows = x.shape[0]
     return (
-        64 < x.shape[0] <= MAX_ROWS
+        (_ROWS // 2 < rows <= _ROWS or _ROWS * 7 // 4 < rows <= 2 * _ROWS)
         and x.element_size() == weight.element_size() == 2
         and tiles >= 96
         and weight.shape[1] % 8 == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from engine.tiny_engine import TOKEN_BYTES, options, save_gguf
 from octavo.bench import calibrate, prediction
 from octavo.cli import app
+from octavo.execution.executors.in_process import InProcessExecutor
 from octavo.simulate.calibration import load_calibration
 from test_imports import HEAVY, modules_after
 
@@ -110,6 +112,9 @@ def test_a_calibration_measures_fits_and_compares(
     names = ("dtype", "threads", "max_num_seqs", "max_model_len", "attention")
     kept = {name: given[name] for name in names}
     monkeypatch.setattr(calibrate, "CPU", TINY)
+    # As a GPU's runner has them.
+    runner_of_gpu = SimpleNamespace(graphs=SimpleNamespace(padded_sizes=(1, 2, 4, 64)))
+    monkeypatch.setattr(InProcessExecutor, "runner", runner_of_gpu, raising=False)
     out, steps = tmp_path / "mine.json", tmp_path / "steps.json"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in kept.items()]
     arguments += ["--kv-memory", str(80 * 16 * TOKEN_BYTES), "--device", "cpu"]
@@ -132,6 +137,7 @@ def test_a_calibration_measures_fits_and_compares(
     assert most > 4 * 24, "rows whose prompts take several steps decode together"
     assert any(load.num_chunks and load.kv_tokens for load in loads), "chunks beside decoding rows"
     at = found.coefficients
+    assert at.padded_sizes == (1, 2, 4, 64)
     assert 0 < at.copy_rate < float("inf")
     assert 0 < at.swap_rate < float("inf")
     assert "error over" in result.stderr

@@ -223,9 +223,10 @@ def _measure_engine(
     chosen = designs or (CUDA if is_gpu else CPU)
     shape = _shape(model, report)
     moves = measure_moves(core.executor)
-    steps = measure_steps(core, report, chosen, tell, index)
+    # The engine's own executor: what times the steps stands before it later.
     graphs = getattr(getattr(core.executor, "runner", None), "graphs", None)
     padded_sizes = graphs.padded_sizes if graphs is not None else ()
+    steps = measure_steps(core, report, chosen, tell, index)
     _close(core)
     return _Engine(
         shape=shape,

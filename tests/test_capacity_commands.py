@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from engine.tiny_engine import TOKEN_BYTES, options, save_gguf
 from octavo.bench import calibrate, prediction
 from octavo.cli import app
+from octavo.execution.executors.in_process import InProcessExecutor
 from octavo.simulate.calibration import load_calibration
 from test_imports import HEAVY, modules_after
 
@@ -110,11 +112,16 @@ def test_a_calibration_measures_fits_and_compares(
     names = ("dtype", "threads", "max_num_seqs", "max_model_len", "attention")
     kept = {name: given[name] for name in names}
     monkeypatch.setattr(calibrate, "CPU", TINY)
-    out = tmp_path / "mine.json"
+    # As a GPU's runner has them.
+    runner_of_gpu = SimpleNamespace(graphs=SimpleNamespace(padded_sizes=(1, 2, 4, 64)))
+    monkeypatch.setattr(InProcessExecutor, "runner", runner_of_gpu, raising=False)
+    out, steps = tmp_path / "mine.json", tmp_path / "steps.json"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in kept.items()]
     arguments += ["--kv-memory", str(80 * 16 * TOKEN_BYTES), "--device", "cpu"]
+    arguments += ["--points", str(steps)]
     result = runner.invoke(
-        app, ["calibrate", "--model", str(model), "--out", str(out), *arguments, "--json"]
+        app,
+        ["calibrate", "--model", str(model), "--out", str(out), *arguments, "--json"],
     )
     assert result.exit_code == 0, result.stderr
     found = load_calibration(str(out))
@@ -126,11 +133,26 @@ def test_a_calibration_measures_fits_and_compares(
     assert len(found.points) > 15
     loads = [point.load for point in found.points]
     assert {load.num_rows for load in loads if not load.num_chunks} >= {1, 2, 4}
+    most = max(load.kv_tokens for load in loads if load.num_rows == 4 and not load.num_chunks)
+    assert most > 4 * 24, "rows whose prompts take several steps decode together"
     assert any(load.num_chunks and load.kv_tokens for load in loads), "chunks beside decoding rows"
     at = found.coefficients
+    assert at.padded_sizes == (1, 2, 4, 64)
     assert 0 < at.copy_rate < float("inf")
     assert 0 < at.swap_rate < float("inf")
     assert "error over" in result.stderr
+
+    again = tmp_path / "again.json"
+    result = runner.invoke(app, ["calibrate", "--refit", str(steps), "--out", str(again)])
+    assert result.exit_code == 0, result.stderr
+    assert "error over" in result.stdout
+    refitted = load_calibration(str(again))
+    assert refitted.machine == found.machine
+    assert [p.load for p in refitted.points] == [p.load for p in found.points]
+    assert refitted.coefficients.copy_rate == found.coefficients.copy_rate
+    assert refitted.fit_errors().mean_error == pytest.approx(
+        found.fit_errors().mean_error, abs=1e-3
+    )
 
     sizes = prediction.Sizes(
         decode=(4, 8, 12),
@@ -152,9 +174,34 @@ def test_a_calibration_measures_fits_and_compares(
         assert work["measured"]["num_tokens"] == work["predicted"]["num_tokens"] > 0
         measured, predicted = work["measured"]["tokens_per_s"], work["predicted"]["tokens_per_s"]
         assert work["errors"]["tokens_per_s"] == pytest.approx(predicted / measured - 1)
+        assert set(work["steps"]) == {"decode", "chunks"}
+        for kind in work["steps"].values():
+            assert kind["num_steps"] > 0
+            assert 0 < kind["measured_s"] <= work["measured"]["span_s"]
+            assert kind["predicted_s"] > 0
 
 
-def test_a_calibration_has_somewhere_to_go() -> None:
-    result = runner.invoke(app, ["calibrate", "--out", "/no/such/folder/mine.json"])
+@pytest.mark.parametrize("option", ["--out", "--points"])
+def test_a_calibration_has_somewhere_to_go(option: str) -> None:
+    result = runner.invoke(app, ["calibrate", option, "/no/such/folder/mine.json"])
     assert result.exit_code == 1
-    assert "there is no directory /no/such/folder" in result.stderr
+    assert f"{option} /no/such/folder/mine.json: there is no directory" in result.stderr
+
+
+def test_fitting_again_needs_recorded_steps(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    for text, message in (
+        (None, "cannot read recorded steps"),
+        ("{}", "holds no steps"),
+        ("[", "holds no steps"),
+        ('{"steps_format": 9}', "have format 9, and this Octavo reads 1"),
+    ):
+        if text is not None:
+            other.write_text(text)
+        result = runner.invoke(app, ["calibrate", "--refit", str(other)])
+        assert result.exit_code == 1
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+    result = runner.invoke(app, ["calibrate", "--refit", str(other), "--model", "mine.gguf"])
+    assert result.exit_code == 1
+    assert "--refit measures nothing" in result.stderr

@@ -36,6 +36,13 @@ def calibrate(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the calibration to this file.")] = None,
+    points: Annotated[
+        Path | None, typer.Option(help="Write every step that was timed to this file.")
+    ] = None,
+    refit: Annotated[
+        Path | None,
+        typer.Option(help="Measure nothing: fit again to what --points wrote to this file."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Its name [default: the model's].")] = None,
     device: options.Device = DEFAULTS.device,
     threads: options.Threads = None,
@@ -49,17 +56,31 @@ def calibrate(
 ) -> None:
     """Measure the steps of this machine and fit the simulator's latency model to them."""
     with readable_errors():
-        if out is not None and not out.parent.is_dir():
-            raise ConfigError(f"--out {out}: there is no directory {out.parent}")
+        for option, path in (("--out", out), ("--points", points)):
+            if path is not None and not path.parent.is_dir():
+                raise ConfigError(f"{option} {path}: there is no directory {path.parent}")
+        if refit is not None and (model or points is not None):
+            raise ConfigError("--refit measures nothing: leave out --model and --points")
         from octavo.bench import calibrate
         from octavo.simulate.calibration import dumps
 
+        written = None if out is None else str(out)
+
+        def tell(text: str) -> None:
+            typer.echo(text, err=as_json)
+
+        if refit is not None:
+            found = calibrate.refit(str(refit), out=written, tell=tell)
+            if as_json:
+                typer.echo(dumps(found), nl=False)
+            return
         models = model or [DEFAULT_MODEL]
         found = calibrate.run(
             models,
             name=name or Path(models[0]).stem,
-            out=None if out is None else str(out),
-            tell=lambda text: typer.echo(text, err=as_json),
+            out=written,
+            points=None if points is None else str(points),
+            tell=tell,
             device=device,
             threads=threads,
             dtype=dtype,

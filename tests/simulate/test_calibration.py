@@ -61,6 +61,60 @@ def test_a_fit_finds_what_made_the_times() -> None:
     assert at.blend == 2.0
 
 
+def test_a_fit_finds_the_ramp_of_reading_keys_and_the_host() -> None:
+    """Steps padded to known sizes; those with few rows wait for the host."""
+    sizes = (1, 8, 64, 128, 256, 512, 2048)
+    hosts = {"host_s": 4e-4, "host_row_s": 3e-6, "host_mixed_s": 1e-3, "host_layer_s": 2e-4}
+    true = replace(TRUE, ramp_s=1e-5, ramp_bytes=2e7, padded_sizes=sizes, **hosts)
+    quiet = points()
+    loads = [point.load for point in quiet]
+    loads += [StepLoad(n, n, n, 0, n * c) for n in (5, 100, 300, 400) for c in (64, 300, 4000)]
+    model = LatencyModel(quiet[0].shape, true)
+    made = []
+    for index, load in enumerate(loads):
+        device_s, host_s = model.seconds(load), model.host_seconds(load)
+        hidden_s = host_s * (0.7 if index % 2 else 2.0)
+        seconds = model.with_host(device_s, load, hidden_s)
+        made.append(Point(model.shape, load, seconds, host_s=host_s, hidden_s=hidden_s))
+    found = fit(made, fixed="layer_s", padded_sizes=sizes)
+    assert found.worst_error < 0.01
+    at = found.coefficients
+    assert at.padded_sizes == sizes
+    assert at.ramp_bytes == 2e7
+    for name in ("kv_rate", "ramp_s", *hosts):
+        assert getattr(at, name) == pytest.approx(getattr(true, name), rel=0.1), name
+    # A machine without them is not given any.
+    plain = fit(quiet, fixed="step_s").coefficients
+    assert (plain.ramp_s, plain.host_s, plain.padded_sizes) == (0.0, 0.0, ())
+
+
+def test_files_of_the_first_format_load(tmp_path: Path) -> None:
+    """What they do not know costs nothing."""
+    calibration = load_calibration("h200-llama-3.1-8b")
+    old = json.loads(dumps(calibration)) | {"format": 1}
+    new = ("ramp_s", "ramp_bytes", "padded_sizes", *[n for n in old["coefficients"] if "host" in n])
+    for name in new:
+        del old["coefficients"][name]
+    old["points"] = [row[:-2] for row in old["points"]]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(old))
+    found = load_calibration(str(path))
+    neutral = replace(
+        calibration.coefficients,
+        ramp_s=0.0,
+        ramp_bytes=1.0,
+        padded_sizes=(),
+        host_s=0.0,
+        host_row_s=0.0,
+        host_mixed_s=0.0,
+        host_layer_s=0.0,
+    )
+    assert found.coefficients == neutral
+    assert [point.load for point in found.points] == [point.load for point in calibration.points]
+    assert all(point.host_s == 0 for point in found.points)
+    assert found.points[0].hidden_s == float("inf")
+
+
 def test_noise_is_averaged_out() -> None:
     found = fit(points(noise=0.03), fixed="layer_s")
     assert found.mean_error < 0.04
@@ -116,11 +170,12 @@ def test_what_ships_fits_its_points(name: str) -> None:
 
 
 def test_the_8b_on_an_h200() -> None:
-    """Within 7 % of documented steps, which were measured by themselves."""
+    """Within 7 % of steps measured by themselves, at 256 tokens a row on average."""
     model = load_calibration("h200-llama-3.1-8b").latency()
-    for rows, seconds in ((1, 4.24e-3), (64, 5.19e-3), (256, 10.41e-3), (512, 20.74e-3)):
+    measured_ms = {1: 4.24, 8: 4.45, 32: 4.65, 64: 5.19, 128: 6.74, 256: 10.41, 512: 18.1}
+    for rows, ms in measured_ms.items():
         load = StepLoad(rows, rows, rows, 0, rows * 256)
-        assert model.seconds(load) == pytest.approx(seconds, rel=0.07)
+        assert model.seconds(load) == pytest.approx(ms / 1e3, rel=0.07), rows
 
 
 def test_the_papers_machine() -> None:
@@ -138,7 +193,8 @@ def test_broken_files_say_so(tmp_path: Path) -> None:
     good = json.loads(dumps(load_calibration("h200-llama-3.1-8b")))
     path = tmp_path / "mine.json"
     for change, message in (
-        ({"format": 99}, "has format 99"),
+        ({"format": 99}, "has format 99, and this Octavo reads 1 and 2"),
+        ({"points": [[0, 1, 1.0, *[1.0] * 9, 0.5]]}, "is broken"),
         ({"shapes": [{"name": "x"}]}, "is broken"),
         ({"points": [[7, 1, 1.0]]}, "is broken"),
         ({"coefficients": {}}, "is broken"),

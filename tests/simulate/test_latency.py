@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,6 +156,67 @@ def test_a_large_blend_is_the_longer_of_the_two() -> None:
     assert model.seconds(many) == pytest.approx(2 * 1000 * 10_000 / 1e8, rel=0.02)
 
 
+def test_few_keys_do_not_fill_the_memorys_pipe() -> None:
+    """A ramp in each layer: half of it at 48 bytes of a layer's, of which a token has 16."""
+    flat = LatencyModel(SHAPE, AT)
+    ramp = LatencyModel(SHAPE, replace(AT, ramp_s=0.5, ramp_bytes=48.0))
+    for tokens, share in ((1, 0.25), (3, 0.5), (9, 0.75), (30_000, 1.0)):
+        load = StepLoad(num_tokens=1, num_rows=1, kv_tokens=tokens)
+        more = ramp.seconds(load) - flat.seconds(load)
+        assert more == pytest.approx(4 * 0.5 * share, rel=1e-3)
+    none = StepLoad(num_tokens=5, num_rows=1, num_chunks=1, attention_pairs=15)
+    assert ramp.seconds(none) == flat.seconds(none)
+
+
+def test_rows_are_padded_to_captured_sizes() -> None:
+    at = replace(AT, padded_sizes=(1, 4, 16), row_s=0.0)
+    model, plain = LatencyModel(SHAPE, at), LatencyModel(SHAPE, replace(at, padded_sizes=()))
+
+    def seconds(of: LatencyModel, tokens: float, sampled: float) -> float:
+        return of.seconds(StepLoad(num_tokens=tokens, num_rows=1, num_sampled=sampled))
+
+    assert seconds(model, 5, 3) == seconds(plain, 16, 4)
+    assert seconds(model, 3.5, 1) == seconds(plain, 4, 1)
+    assert seconds(model, 17, 2) == seconds(plain, 17, 4)
+
+
+HOST = replace(
+    AT, padded_sizes=(8,), host_s=1.0, host_row_s=0.25, host_mixed_s=4.0, host_layer_s=8.0
+)
+
+
+def test_the_host_shows_as_far_as_it_outlasts_the_step_before() -> None:
+    model = LatencyModel(SHAPE, HOST)
+    decode = StepLoad(num_tokens=4, num_rows=4)
+    assert model.host_seconds(decode) == 2.0
+    chunk = StepLoad(num_tokens=8, num_rows=1, num_chunks=1)
+    assert model.host_seconds(chunk) == 5.25
+    assert model.with_host(10.0, decode, 0.0) == 12.0
+    assert model.with_host(10.0, decode, 1.5) == 10.5
+    assert model.with_host(10.0, decode, 3.0) == 10.0
+    # More than any captured step: its kernels run while the others are launched.
+    long = StepLoad(num_tokens=9, num_rows=1, num_chunks=1)
+    assert model.host_seconds(long) == 5.25 + 4 * 8.0
+    assert model.with_host(30.0, long, 3.0) == 34.25
+    assert model.with_host(40.0, long, 3.0) == 40.0
+
+
+def test_a_host_that_works_ahead_is_hidden() -> None:
+    """The same plans one at a time, and each launched while the one before runs."""
+    model = LatencyModel(SHAPE, replace(HOST, host_s=2.0))
+    plan = StepPlan(1, chunk((0, 3), (1, 3)), row_inits=(init(0, 3), init(1, 3)))
+    decode = Batch.decode(int_array([0, 1]))
+    plans = [plan, StepPlan(2, decode), StepPlan(3, decode)]
+    meter = LoadMeter()
+    device = [model.seconds(meter.measure(each)) for each in plans]
+    assert min(device) > 2.5
+    alone, behind = model.stepper(), model.stepper()
+    exposed = [6.5, 2.5, 2.5]
+    assert [alone(each, False) for each in plans] == pytest.approx(np.add(device, exposed))
+    found = [behind(each, index > 0) for index, each in enumerate(plans)]
+    assert found == pytest.approx(np.add(device, [6.5, 0.0, 0.0]))
+
+
 def test_ranks_share_the_work_and_pay_for_it() -> None:
     at = replace(AT, link_rate=1e5, link_s=0.01)
     whole, half = LatencyModel(SHAPE, at), LatencyModel(SHAPE.split(2), at)
@@ -188,8 +250,18 @@ def test_shapes_are_counted_from_a_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"byte_rate": 0.0}, {"blend": 0.5}, {"row_s": -1.0}, {"step_s": float("nan")}]
+    "change",
+    [
+        {"byte_rate": 0.0},
+        {"blend": 0.5},
+        {"row_s": -1.0},
+        {"step_s": float("nan")},
+        {"ramp_bytes": 0.0},
+        {"host_s": float("inf")},
+        {"padded_sizes": (4, 4)},
+        {"padded_sizes": (0, 4)},
+    ],
 )
-def test_nonsense_is_refused(change: dict[str, float]) -> None:
+def test_nonsense_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         replace(AT, **change)

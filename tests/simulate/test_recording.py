@@ -208,3 +208,25 @@ def test_steps_are_timed_from_the_end_of_the_one_before(model: Path) -> None:
         StepLoad(num_tokens=1, num_rows=1, num_sampled=1, kv_tokens=4),
         StepLoad(num_tokens=1, num_rows=1, num_sampled=1, kv_tokens=5),
     ]
+
+
+def test_what_the_host_takes_is_timed_beside_the_step_before(model: Path) -> None:
+    core, _ = build(model, **(options("paged") | {"depth": 2}))
+    ends, host = itertools.count(0, 100), itertools.count()
+    timing = TimingExecutor(
+        core.executor, HostClock(lambda: float(next(ends))), lambda: float(next(host) ** 2)
+    )
+    core.executor = timing
+    prompt, params = int_array([1, 2, 3]), SamplingParams(ignore_eos=True)
+    core.scheduler.add(Request(0, prompt, params, 4, 0))
+    timing.resume()
+    while core.has_work:
+        core.step()
+    # Read when made, resumed, launched twice, then at each result and launch in turn: squares.
+    first, *others = timing.steps
+    assert (first.host_s, first.hidden_s) == (3.0, 0.0)
+    assert [step.host_s for step in others] == [5.0, 9.0, 13.0]
+    # Of the first step's 100 seconds 3 were the host's.
+    assert first.device_s == 97.0
+    assert [step.hidden_s for step in others] == [97.0, 100.0, 100.0]
+    assert [step.device_s for step in others] == [100.0, 100.0, 100.0]

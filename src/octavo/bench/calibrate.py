@@ -13,25 +13,26 @@ import argparse
 import datetime
 import gc
 import platform
-import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from octavo.bench.block_moves import measure_mapping, measure_moves
+from octavo.bench.calibration_designs import CPU, CUDA, Designs
+from octavo.bench.recorded_steps import RecordedStep, fitted, load_steps, save_steps
 from octavo.core.plan import int_array
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.simulate.calibration import Calibration
-from octavo.simulate.fitting import Point, divided, fit
-from octavo.simulate.load import StepLoad
-from octavo.simulate.recording import StepClock, TimedStep, TimingExecutor
+from octavo.simulate.latency import INFINITE, Coefficients
+from octavo.simulate.recording import TimedStep, TimingExecutor
 from octavo.simulate.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -39,64 +40,13 @@ if TYPE_CHECKING:
     from octavo.engine.core import EngineCore
     from octavo.engine.report import EngineReport
 
-# The work, the step's index in it or -1, and the rows that decode.
-_Key: TypeAlias = tuple[int, int, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Designs:
-    """What to run. ``contexts`` are prompts of decoding rows; rows times context stay within
-    ``max_tokens``. ``prompts`` run alone, ``beside`` next to ``beside_rows`` decoding ones."""
-
-    rows: tuple[int, ...]
-    contexts: tuple[int, ...]
-    max_tokens: int
-    prompts: tuple[int, ...]
-    beside: tuple[int, ...]
-    beside_rows: int = 8
-    decode_steps: int = 12
-    rounds: int = 3
-    warm_rounds: int = 0
-
-    def scaled(self, max_rows: int, max_length: int) -> Designs:
-        """Within what an engine takes."""
-        longest = max_length - self.decode_steps * 4
-        return replace(
-            self,
-            rows=tuple(n for n in self.rows if n <= max_rows),
-            contexts=tuple(n for n in self.contexts if n <= longest),
-            prompts=tuple(n for n in self.prompts if n <= longest),
-            beside=tuple(n for n in self.beside if n <= longest),
-            beside_rows=min(self.beside_rows, max(max_rows - 1, 1)),
-        )
-
-
-CPU = Designs(
-    rows=(1, 2, 4, 8, 16, 32, 64),
-    contexts=(32, 256, 1024),
-    max_tokens=8192,
-    prompts=(8, 32, 64, 128, 256, 512, 1024, 2048),
-    beside=(16, 64, 256),
-)
-CUDA = Designs(
-    rows=(1, 8, 32, 64, 128, 256, 512),
-    contexts=(128, 1024, 8192),
-    max_tokens=66_000,
-    prompts=(64, 256, 512, 1024, 2048, 8192, 32768),
-    beside=(64, 512, 2048),
-    beside_rows=64,
-    rounds=1,
-    # The first use of a kind of step compiles, the second captures.
-    warm_rounds=2,
-)
-
 
 class _Bench:
     """Requests of random tokens through an engine whose steps are timed."""
 
     def __init__(self, core: EngineCore, report: EngineReport) -> None:
         self.core = core
-        self.timing = TimingExecutor(core.executor, _clock(core.executor))
+        self.timing = timed(core.executor)
         core.executor = self.timing
         self._vocab_size = report.vocab_size
         self._random = np.random.default_rng(0)
@@ -129,57 +79,50 @@ class _Bench:
         return self.steps()
 
 
-def _clock(executor: Executor) -> StepClock | None:
-    """A GPU's own; None: the host's."""
+def timed(executor: Executor) -> TimingExecutor:
+    """By a GPU's own clock where there is one, and then by the host's too."""
     device = getattr(getattr(executor, "runner", None), "device", None)
     if getattr(device, "stream", None) is None:
-        return None
+        return TimingExecutor(executor)
     from octavo.bench.device_clock import DeviceClock
 
-    return DeviceClock(device)
+    return TimingExecutor(executor, DeviceClock(device), time.perf_counter)
 
 
-def measure_points(
+def measure_steps(
     core: EngineCore,
     report: EngineReport,
-    shape: ModelShape,
     designs: Designs,
     tell: Callable[[str], None],
-) -> list[Point]:
-    """Times of designed batches on an engine without prefix caching. Rounds lie apart in time, so
-    that what else a machine does rarely disturbs all of them."""
+    shape: int = 0,
+) -> list[RecordedStep]:
+    """Times of designed batches on an engine without prefix caching, of the ``shape``-th model.
+    Rounds lie apart in time, so that what else a machine does rarely disturbs all of them."""
     bench = _Bench(core, report)
     designs = designs.scaled(report.max_num_seqs, report.max_model_len)
     works: list[Callable[[], list[TimedStep]]] = []
     for rows in designs.rows:
         for context in designs.contexts:
             if rows * context <= designs.max_tokens:
-                lengths = [(context, designs.decode_steps)] * rows
-                works.append(partial(bench.run, lengths))
+                # The first rows still decode when the last prompt has been computed.
+                budget = max(report.max_num_batched_tokens - rows, 1)
+                num_output = designs.decode_steps + rows * context // budget
+                num_output = min(num_output, report.max_model_len - context)
+                works.append(partial(bench.run, [(context, num_output)] * rows))
     works += [partial(bench.run, [(prompt, 1)]) for prompt in designs.prompts]
     works += [partial(_beside, bench, designs, prompt) for prompt in designs.beside]
-    found: dict[_Key, list[list[TimedStep]]] = {}
-    for turn in range(designs.warm_rounds + designs.rounds):
-        for index, work in enumerate(works):
-            for key, steps in _equal_steps(index, work()).items():
-                if turn >= designs.warm_rounds:
-                    found.setdefault(key, []).append(steps)
-        tell(f"{report.model}: round {turn + 1} of {designs.warm_rounds + designs.rounds}")
-    return [_point(shape, rounds) for rounds in found.values()]
-
-
-def _equal_steps(work: int, steps: Sequence[TimedStep]) -> dict[_Key, list[TimedStep]]:
-    """The steps of a work: with a chunk each for itself, those that decode together where they
-    have as many rows."""
-    equal: dict[_Key, list[TimedStep]] = {}
-    for index, step in enumerate(steps):
-        load = step.load
-        if load.num_chunks:
-            equal[work, index, 0] = [step]
-        elif load.num_tokens and index > 1:
-            # The first steps of a work also pay for what the one before left behind.
-            equal.setdefault((work, -1, load.num_rows), []).append(step)
-    return equal
+    found: list[RecordedStep] = []
+    for turn in range(-designs.warm_rounds, designs.rounds):
+        for number, work in enumerate(works):
+            steps = work()
+            if turn >= 0:
+                found += [
+                    RecordedStep(shape, turn, number, index, step)
+                    for index, step in enumerate(steps)
+                ]
+        done = turn + designs.warm_rounds + 1
+        tell(f"{report.model}: round {done} of {designs.warm_rounds + designs.rounds}")
+    return found
 
 
 def _beside(bench: _Bench, designs: Designs, prompt: int) -> list[TimedStep]:
@@ -194,43 +137,40 @@ def _beside(bench: _Bench, designs: Designs, prompt: int) -> list[TimedStep]:
     return found + bench.steps()
 
 
-def _point(shape: ModelShape, rounds: Sequence[Sequence[TimedStep]]) -> Point:
-    """The round that was disturbed least: the median of its steps, their mean load."""
-    medians = [statistics.median(step.seconds for step in steps) for steps in rounds]
-    steps = rounds[int(np.argmin(medians))]
-    total = StepLoad(
-        *[sum(getattr(step.load, name) for step in steps) for name in StepLoad.__slots__]
-    )
-    return Point(shape, divided(total, len(steps)), min(medians))
-
-
 def calibrate(
     models: Sequence[str],
     *,
     name: str,
     tell: Callable[[str], None],
     designs: Designs | None = None,
+    steps_out: str | None = None,
     **options: Any,
 ) -> Calibration:
-    """Measure engines of ``models``, the first the calibration's own, and fit.
+    """Measure engines of ``models``, the first the calibration's own, and fit. ``steps_out`` is a
+    file for every step that was timed (`octavo.bench.recorded_steps`).
 
     ``options`` are the engine's (`octavo.config.EngineConfig`).
     """
-    engines = [_measure_engine(model, designs, tell, options) for model in models]
+    engines = [
+        _measure_engine(index, model, designs, tell, options) for index, model in enumerate(models)
+    ]
     first = engines[0]
     moves = dict(first.moves)
     if sys.platform == "linux":
         moves["map_s"] = _measure_mapping(models[-1], options)
         tell("blocks moved")
-    points = [point for engine in engines for point in engine.points]
-    found = fit(points, fixed="layer_s" if first.is_gpu else "step_s")
-    return Calibration(
+    recorded = [step for engine in engines for step in engine.steps]
+    measured = Calibration(
         name=name,
         device="cuda" if first.is_gpu else "cpu",
         source=f"measured by octavo calibrate: the least disturbed of {first.rounds} round(s)",
-        coefficients=replace(found.coefficients, swaps_beside=first.is_gpu, **moves),
+        coefficients=replace(
+            _NOT_FITTED,
+            swaps_beside=first.is_gpu,
+            padded_sizes=first.padded_sizes,
+            **moves,
+        ),
         shapes=tuple(engine.shape for engine in engines),
-        points=tuple(points),
         machine=_machine(first.is_gpu),
         commit=_commit(),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -238,6 +178,10 @@ def calibrate(
         engine={"summary": first.summary, **{key: str(value) for key, value in options.items()}},
         block_size=first.block_size,
     )
+    if steps_out is not None:
+        # Before the fit, so that nothing measured is lost where it fails.
+        save_steps(steps_out, measured, recorded)
+    return fitted(measured, recorded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +189,8 @@ class _Engine:
     """What was measured with an engine that is gone."""
 
     shape: ModelShape
-    points: list[Point]
+    steps: list[RecordedStep]
+    padded_sizes: tuple[int, ...]
     moves: dict[str, float]
     is_gpu: bool
     rounds: int
@@ -256,7 +201,14 @@ class _Engine:
 _OPTIONS = {"prefix_caching": False, "swap_memory": "256MiB", "max_queued_requests": 100_000}
 
 
+# Stands for what is fitted to the steps.
+_NOT_FITTED = Coefficients(
+    byte_rate=INFINITE, flop_rate=INFINITE, blend=1.0, kv_rate=INFINITE, attention_rate=INFINITE
+)
+
+
 def _measure_engine(
+    index: int,
     model: str,
     designs: Designs | None,
     tell: Callable[[str], None],
@@ -271,11 +223,15 @@ def _measure_engine(
     chosen = designs or (CUDA if is_gpu else CPU)
     shape = _shape(model, report)
     moves = measure_moves(core.executor)
-    points = measure_points(core, report, shape, chosen, tell)
+    # The engine's own executor: what times the steps stands before it later.
+    graphs = getattr(getattr(core.executor, "runner", None), "graphs", None)
+    padded_sizes = graphs.padded_sizes if graphs is not None else ()
+    steps = measure_steps(core, report, chosen, tell, index)
     _close(core)
     return _Engine(
         shape=shape,
-        points=points,
+        steps=steps,
+        padded_sizes=padded_sizes,
         moves=moves,
         is_gpu=is_gpu,
         rounds=chosen.rounds,
@@ -368,6 +324,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", help="a shape's name, or any model; repeatable")
     parser.add_argument("--name", default="calibration")
     parser.add_argument("--out", required=True, help="the file to write")
+    parser.add_argument("--points", help="write every step that was timed to this file")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()
@@ -375,6 +332,7 @@ def main() -> None:
         given.model or ["smollm2-135m"],
         name=given.name,
         out=given.out,
+        points=given.points,
         tell=lambda text: print(text, file=sys.stderr, flush=True),
         device=given.device,
         threads=given.threads,
@@ -387,16 +345,31 @@ def run(
     name: str,
     out: str | None,
     tell: Callable[[str], None],
+    points: str | None = None,
     **options: Any,
 ) -> Calibration:
     """`calibrate`, with the shapes of `octavo.bench.works` run on random weights; ``out`` is the
-    file to write."""
+    file to write, ``points`` one for every step that was timed."""
     from octavo.bench.works import SHAPES, shape
 
     if models[0] in SHAPES:
         options["load_format"] = "dummy"
     paths = [shape(model) if model in SHAPES else model for model in models]
-    calibration = calibrate(paths, name=name, tell=tell, **options)
+    calibration = calibrate(paths, name=name, tell=tell, steps_out=points, **options)
+    if out is not None:
+        calibration.save(out)
+    tell(summary(calibration))
+    return calibration
+
+
+def refit(points: str, *, out: str | None, tell: Callable[[str], None]) -> Calibration:
+    """Fit again to the steps in the file ``points``; ``out`` is the file to write.
+
+    Raises:
+        CalibrationError: ``points`` holds no recorded steps.
+        FitError: they are too few or too much alike.
+    """
+    calibration = fitted(*load_steps(points))
     if out is not None:
         calibration.save(out)
     tell(summary(calibration))
@@ -409,11 +382,15 @@ def summary(calibration: Calibration) -> str:
     lines = [
         f"{calibration.name}: {calibration.machine}, {calibration.date}",
         f"weights {at.byte_rate / 1e9:.1f} GB/s, products {at.flop_rate / 1e12:.3f} TFLOP/s, blend "
-        f"{at.blend:g}; keys and values {at.kv_rate / 1e9:.1f} GB/s; attention of chunks "
+        f"{at.blend:g}; keys and values {at.kv_rate / 1e9:.1f} GB/s and {at.ramp_s * 1e6:.1f} µs a "
+        f"layer, half of it at {at.ramp_bytes / 1e6:g} MB; attention of chunks "
         f"{at.attention_rate / 1e12:.3f} TFLOP/s",
         f"a step {at.step_s * 1e6:.0f} µs, a layer {at.layer_s * 1e6:.1f} µs, a row "
         f"{at.row_s * 1e6:.1f} µs, a chunk {at.chunk_s * 1e6:.1f} µs, having chunks "
         f"{at.mixed_s * 1e6:.0f} µs",
+        f"host: a step {at.host_s * 1e6:.0f} µs, a row {at.host_row_s * 1e6:.1f} µs, having chunks "
+        f"{at.host_mixed_s * 1e6:.0f} µs, a layer launched by kernels {at.host_layer_s * 1e6:.0f} "
+        f"µs; {len(at.padded_sizes)} padded sizes",
         f"copies {at.copy_rate / 1e9:.1f} GB/s, swaps {at.swap_rate / 1e9:.1f} GB/s, mapping "
         f"{at.map_s * 1e6:.1f} µs a block",
         f"error over {len(calibration.points)} points: mean {found.mean_error:.1%}, P90 "

@@ -27,7 +27,9 @@ from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.simulate.calibration import Calibration, load_calibration
 from octavo.simulate.cluster import Cluster
+from octavo.simulate.latency import LatencyModel
 from octavo.simulate.outcome import Outcome, TokenTimes
+from octavo.simulate.recording import TimedStep
 from octavo.simulate.replica import ReplicaConfig
 from octavo.workload.items import WorkItem
 from octavo.workload.workload import make_workload
@@ -73,21 +75,66 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``errors`` are predicted over measured, less 1, by figure."""
+    """``errors`` are predicted over measured, less 1, by figure. ``steps`` are those of the real
+    engine against the same steps predicted, by kind (`StepErrors`)."""
 
     work: str
     measured: Outcome
     predicted: Outcome
     errors: dict[str, float]
+    steps: dict[str, StepErrors]
 
     @classmethod
-    def of(cls, work: str, measured: Outcome, predicted: Outcome) -> Comparison:
+    def of(
+        cls, work: str, measured: Outcome, predicted: Outcome, steps: dict[str, StepErrors]
+    ) -> Comparison:
         pairs = {"tokens_per_s": (predicted.tokens_per_s, measured.tokens_per_s)}
         for name in ("ttft_s", "itl_s"):
             for point in ("p50", "p90", "p99"):
                 found = getattr(predicted, name)[point], getattr(measured, name)[point]
                 pairs[f"{name.removesuffix('_s')}_{point}"] = found
-        return cls(work, measured, predicted, {key: a / b - 1 for key, (a, b) in pairs.items()})
+        errors = {key: a / b - 1 for key, (a, b) in pairs.items()}
+        return cls(work, measured, predicted, errors, steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepErrors:
+    """Of ``num_steps`` real steps: seconds in all, ``host_s`` of them a GPU waiting for the host,
+    and what is predicted for the same steps; ``p50`` and ``p90`` are percentiles of predicted over
+    measured, less 1, of single steps. What disturbs a machine makes steps longer, never shorter, so
+    where ``p90`` is near 0 the model is right about the undisturbed ones."""
+
+    num_steps: int
+    measured_s: float
+    predicted_s: float
+    host_s: float
+    p50: float
+    p90: float
+
+    @classmethod
+    def of(cls, steps: Sequence[TimedStep], latency: LatencyModel) -> StepErrors:
+        predicted = np.array(
+            [latency.with_host(latency.seconds(s.load), s.load, s.hidden_s) for s in steps]
+        )
+        measured = np.array([step.seconds for step in steps])
+        p50, p90 = np.percentile(predicted / measured - 1, (50, 90)).tolist()
+        return cls(
+            num_steps=len(steps),
+            measured_s=float(measured.sum()),
+            predicted_s=float(predicted.sum()),
+            host_s=sum(step.seconds - step.device_s for step in steps),
+            p50=p50,
+            p90=p90,
+        )
+
+
+def step_errors(steps: Sequence[TimedStep], latency: LatencyModel) -> dict[str, StepErrors]:
+    """Of steps that only decode (``decode``) and of those with chunks of prompts (``chunks``)."""
+    kinds = {
+        "decode": [s for s in steps if s.load.num_tokens and not s.load.num_chunks],
+        "chunks": [s for s in steps if s.load.num_chunks],
+    }
+    return {kind: StepErrors.of(found, latency) for kind, found in kinds.items() if found}
 
 
 def works(sizes: Sizes, seed: int = 0) -> dict[str, list[WorkItem]]:
@@ -121,8 +168,14 @@ def works(sizes: Sizes, seed: int = 0) -> dict[str, list[WorkItem]]:
     }
 
 
-def measured(core: EngineCore, vocab_size: int, items: Sequence[WorkItem]) -> TokenTimes:
-    """Serve ``items`` with the real engine, each when it arrives."""
+def measured(
+    core: EngineCore,
+    vocab_size: int,
+    items: Sequence[WorkItem],
+    resume: Callable[[], None] = lambda: None,
+) -> TokenTimes:
+    """Serve ``items`` with the real engine, each when it arrives. ``resume`` is called when the
+    engine begins to work after a rest."""
     random = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     requests = [
@@ -139,6 +192,7 @@ def measured(core: EngineCore, vocab_size: int, items: Sequence[WorkItem]) -> To
     arrived = 0
     gc.collect()
     gc.freeze()
+    resume()
     started = time.perf_counter()
     while arrived < len(items) or core.has_work:
         now_s = time.perf_counter() - started
@@ -147,6 +201,7 @@ def measured(core: EngineCore, vocab_size: int, items: Sequence[WorkItem]) -> To
             arrived += 1
         if not core.has_work:
             time.sleep(max(items[arrived].arrival_s - now_s, 0.0))
+            resume()
             continue
         outputs = core.step()
         times.note(time.perf_counter() - started, outputs)
@@ -180,6 +235,7 @@ def run(
 ) -> dict[str, Any]:
     """All comparisons, ready for JSON: of each work the round in which requests took least, since
     what else a machine does only adds. ``options`` are the engine's."""
+    from octavo.bench.calibrate import timed
     from octavo.bench.works import SHAPES, shape
     from octavo.engine.build import build_engine
 
@@ -191,21 +247,26 @@ def run(
     found: Calibration = load_calibration(calibration or CALIBRATIONS[device])
     latency, config = found.latency(), replica_config(report)
     asked = works(sizes or SIZES[device])
-    runs: dict[str, list[Outcome]] = {name: [] for name in asked}
+    runs: dict[str, list[tuple[Outcome, list[TimedStep]]]] = {name: [] for name in asked}
+    timing = timed(core.executor)
+    core.executor = timing
     # Once before, with few requests: the first steps of a kind capture or compile.
     for items in works(_few(sizes or SIZES[device])).values():
         measured(core, report.vocab_size, items)
     for _ in range(rounds):
         for name, items in asked.items():
-            runs[name].append(measured(core, report.vocab_size, items).outcome())
-            if runs[name][-1].num_failed:
+            timing.steps = []
+            outcome = measured(core, report.vocab_size, items, timing.resume).outcome()
+            runs[name].append((outcome, timing.steps))
+            if outcome.num_failed:
                 raise RuntimeError(f"requests of {name} failed; see the log")
     comparisons = []
     for name, items in asked.items():
-        real = min(runs[name], key=lambda outcome: outcome.e2e_s["mean"])
+        real, steps = min(runs[name], key=lambda run: run[0].e2e_s["mean"])
         simulated = Cluster(config, latency).run(items).outcome()
-        comparisons.append(Comparison.of(name, real, simulated))
+        comparisons.append(Comparison.of(name, real, simulated, step_errors(steps, latency)))
         tell(line(comparisons[-1]))
+        tell(steps_line(comparisons[-1]))
     core.close()
     return {
         "engine": str(report),
@@ -247,6 +308,17 @@ def line(comparison: Comparison) -> str:
         for cell, error, width in zip(cells, comparison.errors.values(), widths, strict=True)
     ]
     return f"{comparison.work:<14} " + " ".join(found)
+
+
+def steps_line(comparison: Comparison) -> str:
+    """Where an error comes from: the steps of the real engine against the same steps predicted."""
+    parts = [
+        f"{found.num_steps} steps {kind}: {found.predicted_s:.2f}/{found.measured_s:.2f} s "
+        f"{found.predicted_s / found.measured_s - 1:+.1%} (P50 {found.p50:+.1%}, P90 "
+        f"{found.p90:+.1%}; device idle for the host {found.host_s:.2f} s)"
+        for kind, found in comparison.steps.items()
+    ]
+    return f"{'':<14} " + "; ".join(parts)
 
 
 def main() -> None:

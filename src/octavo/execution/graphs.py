@@ -90,6 +90,12 @@ class StepGraphs:
         self._batch: Batch | None = None
         self._max_tiles = 0
 
+    @property
+    def padded_sizes(self) -> tuple[int, ...]:
+        """What rows of captured steps are padded to, and tokens of more than 224, ascending; empty
+        where nothing is captured."""
+        return captured_sizes() if self._captures else ()
+
     def decode(
         self, batch: Batch, lengths: IntArray, is_random: bool, has_logits: bool
     ) -> torch.Tensor | None:
@@ -431,6 +437,11 @@ def _batch_bucket(count: int) -> int:
     if count <= 16:
         return 1 << max(count - 1, 0).bit_length()
     return -(-count // 16) * 16 if count <= 224 else _library_size(count)
+
+
+def captured_sizes() -> tuple[int, ...]:
+    """All that `_batch_bucket` gives, up to the longest step that is captured."""
+    return tuple(sorted({_batch_bucket(count) for count in range(1, _MAX_CAPTURED_TOKENS + 1)}))
 
 
 def _tile_bucket(count: int) -> int:

@@ -18,7 +18,13 @@ from octavo.simulate.latency import INFINITE, Coefficients, LatencyModel
 from octavo.simulate.load import StepLoad
 from octavo.simulate.shape import ModelShape
 
-FORMAT = 1
+FORMAT = 2
+# Files of format 1 have no ramp, no padded sizes and no host's seconds: these cost nothing there.
+_READABLE = (1, FORMAT)
+
+
+_HOST = ("host_s", "hidden_s")
+_NUM_COLUMNS = 3 + len(StepLoad.__slots__)
 
 
 class CalibrationError(ValueError):
@@ -57,8 +63,9 @@ class Calibration:
         return Fit(self.coefficients, errors(self.coefficients, self.points))
 
     def refitted(self, fixed: str) -> Calibration:
-        """Its own points, fitted again; what moves blocks cost is kept."""
-        found = fit(self.points, fixed=fixed).coefficients
+        """Its own points, fitted again; padded sizes and what moves blocks cost are kept."""
+        sizes = self.coefficients.padded_sizes
+        found = fit(self.points, fixed=fixed, padded_sizes=sizes).coefficients
         kept = ("copy_rate", "swap_rate", "map_s", "swaps_beside", "link_rate", "link_s")
         values = {each.name: getattr(found, each.name) for each in fields(Coefficients)}
         values |= {name: getattr(self.coefficients, name) for name in kept}
@@ -123,7 +130,7 @@ def dumps(calibration: Calibration) -> str:
         "coefficients": coefficients,
         "fit": summary,
         "shapes": [asdict(shape) for shape in calibration.shapes],
-        "point_columns": ["shape", "num_steps", "seconds", *StepLoad.__slots__],
+        "point_columns": ["shape", "num_steps", "seconds", *StepLoad.__slots__, *_HOST],
     }
     lines = [
         json.dumps(
@@ -132,6 +139,8 @@ def dumps(calibration: Calibration) -> str:
                 point.num_steps,
                 float(f"{point.seconds:.6g}"),
                 *[getattr(point.load, name) for name in StepLoad.__slots__],
+                float(f"{point.host_s:.6g}"),
+                None if point.hidden_s == INFINITE else float(f"{point.hidden_s:.6g}"),
             ]
         )
         for point in calibration.points
@@ -148,16 +157,17 @@ def loads(text: str, name: str) -> Calibration:
     """
     try:
         document = json.loads(text)
-        if document["format"] != FORMAT:
+        if document["format"] not in _READABLE:
             raise CalibrationError(
                 f"calibration {name} has format {document['format']}, and this Octavo reads "
-                f"{FORMAT}; make it again with octavo calibrate"
+                f"{' and '.join(map(str, _READABLE))}; make it again with octavo calibrate"
             )
         shapes = tuple(ModelShape(**shape) for shape in document["shapes"])
         rates: dict[str, Any] = {
             key: INFINITE if value is None else value
             for key, value in document["coefficients"].items()
         }
+        rates["padded_sizes"] = tuple(rates.get("padded_sizes", ()))
         kept = ("name", "device", "machine", "source", "date", "commit", "versions", "engine")
         return Calibration(
             **{key: document[key] for key in kept},
@@ -166,13 +176,27 @@ def loads(text: str, name: str) -> Calibration:
             shapes=shapes,
             points=_points(document["points"], shapes),
         )
-    except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
+    except CalibrationError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CalibrationError(
             f"calibration {name} is broken ({error!r}); make it again with octavo calibrate"
         ) from error
 
 
 def _points(rows: Sequence[Sequence[Any]], shapes: Sequence[ModelShape]) -> tuple[Point, ...]:
-    return tuple(
-        Point(shapes[int(row[0])], StepLoad(*row[3:]), float(row[2]), int(row[1])) for row in rows
-    )
+    """Format 1 ends with the load."""
+    points = []
+    for row in rows:
+        host_s, hidden_s = row[_NUM_COLUMNS:] or (0.0, None)
+        points.append(
+            Point(
+                shapes[int(row[0])],
+                StepLoad(*row[3:_NUM_COLUMNS]),
+                float(row[2]),
+                int(row[1]),
+                host_s,
+                INFINITE if hidden_s is None else hidden_s,
+            )
+        )
+    return tuple(points)

@@ -37,8 +37,9 @@ TopSource = Callable[[StepPlan, IntArray, int], tuple[IntArray, FloatArray]]
 class Latency(Protocol):
     """How long steps take: `FixedLatency`, `octavo.simulate.latency.LatencyModel`."""
 
-    def stepper(self) -> Callable[[StepPlan], float]:
-        """Seconds of plans, given in the order of their launch, for one executor."""
+    def stepper(self) -> Callable[[StepPlan, bool], float]:
+        """Seconds of plans from the end of the step before, given in the order of their launch, for
+        one executor; and whether each was launched while the step before still ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,10 @@ class FixedLatency:
     step_s: float = 0.005
     token_s: float = 0.00002
 
-    def step_seconds(self, plan: StepPlan) -> float:
+    def step_seconds(self, plan: StepPlan, is_behind: bool = False) -> float:
         return self.step_s + self.token_s * plan.batch.num_tokens
 
-    def stepper(self) -> Callable[[StepPlan], float]:
+    def stepper(self) -> Callable[[StepPlan, bool], float]:
         return self.step_seconds
 
 
@@ -79,15 +80,18 @@ class SimulatedExecutor:
         self._tokens = tokens
         self._tops = tops
         self._launched: deque[StepPlan] = deque()
+        # Of those launched, whether a step ran then.
+        self._is_behind: deque[bool] = deque()
         # Rows that want log probabilities, and of how many tokens.
         self._num_logprobs: dict[int, int] = {}
 
     def launch(self, plan: StepPlan) -> None:
+        self._is_behind.append(bool(self._launched))
         self._launched.append(plan)
 
     def collect(self) -> StepResult:
         plan = self._launched.popleft()
-        self.now_s += self._step_seconds(plan)
+        self.now_s += self._step_seconds(plan, self._is_behind.popleft())
         rows = plan.sampled_rows()
         resized = None
         arrived = tuple(c.transfer_id for c in plan.commands if isinstance(c, SwapIn))
@@ -135,6 +139,7 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         self._launched.clear()
+        self._is_behind.clear()
 
 
 def _simple_tops(

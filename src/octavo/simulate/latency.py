@@ -5,18 +5,23 @@
     weights     bytes of the weights against products with them, for the tokens (layers) and for the
                 sampled rows (head): (memory ** blend + arithmetic ** blend) ** (1 / blend); a large
                 ``blend`` is the roofline's longer of the two, 1 is one after the other
-    kv          keys and values that rows of one token read, a shared prefix once
+    kv          keys and values that rows of one token read, a shared prefix once: bytes / rate, and
+                in each layer a ramp that grows with them and saturates, since few keys do not fill
+                the memory's pipe and rows that are cut into parts are merged
     attention   4 · pairs · attention width operations of longer chunks
     fixed       a step's own, each layer's, each row's, each chunk's, that of having chunks
     moves       blocks copied and mapped, then swapped: behind the step, or beside it
     ranks       two all-reduces a layer, where several share a model
+    host        planning and launching, as far as they outlast the step before
 
+A device whose steps are captured multiplies as many rows as the next of its ``padded_sizes``.
 Rates are those of one machine. Shapes scale: weights, keys, operations and layers are counted from
 the model (`shape`), so that one fit serves other models of the same machine.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
@@ -35,6 +40,13 @@ class Coefficients:
     are needed for more than one rank only. ``swaps_beside``: swaps run beside the steps.
     ``mixed_s`` is what a step with chunks takes more, however many: a GPU's decode steps are
     captured in one piece, and their launches are hidden.
+
+    Reading ``ramp_bytes`` of keys and values in a layer takes half of ``ramp_s`` more than their
+    bytes, and many times as much all of it. ``padded_sizes``, ascending, are those that tokens and
+    sampled rows are padded to; none: nothing is. What has more tokens than the last is launched
+    kernel by kernel while the device computes, other steps at the end of the host's work:
+    ``host_s``, each row's, that of having chunks, and each layer's of launching by kernels. A host
+    that does not work ahead of its device has its time in ``step_s`` instead.
     """
 
     byte_rate: float
@@ -53,18 +65,40 @@ class Coefficients:
     swaps_beside: bool = False
     link_rate: float = INFINITE
     link_s: float = 0.0
+    ramp_s: float = 0.0
+    ramp_bytes: float = 1.0
+    padded_sizes: tuple[int, ...] = ()
+    host_s: float = 0.0
+    host_row_s: float = 0.0
+    host_mixed_s: float = 0.0
+    host_layer_s: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name == "swaps_beside":
+            if each.name in ("swaps_beside", "padded_sizes"):
                 continue
             lowest = 1.0 if each.name == "blend" else 0.0
             is_rate = each.name.endswith("_rate")
-            if not (value >= lowest and (not is_rate or value > 0)) or (
+            is_divisor = is_rate or each.name == "ramp_bytes"
+            if not (value >= lowest and (not is_divisor or value > 0)) or (
                 not is_rate and value == INFINITE
             ):
                 raise ValueError(f"{each.name} must be above {lowest:g} and finite, got {value}")
+        sizes = self.padded_sizes
+        if any(a >= b for a, b in zip((0, *sizes), sizes, strict=False)):
+            raise ValueError(f"padded_sizes must be above 0 and ascending, got {sizes}")
+
+    def padded(self, count: float) -> float:
+        """How many tokens or rows are multiplied for ``count``."""
+        sizes = self.padded_sizes
+        if not sizes or count > sizes[-1]:
+            return count
+        return sizes[bisect_left(sizes, count)]
+
+    def is_captured(self, num_tokens: float) -> bool:
+        """Whether a step is launched in one piece."""
+        return bool(self.padded_sizes) and num_tokens <= self.padded_sizes[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +122,8 @@ class LatencyModel:
             at.step_s + at.layer_s * shape.num_layers,
             self._reduce_s(),
             self._reduce_token_s(),
+            at.ramp_s * shape.num_layers,
+            at.ramp_bytes * shape.num_layers / shape.token_bytes,
         )
         object.__setattr__(self, "_constants", constants)
 
@@ -108,18 +144,23 @@ class LatencyModel:
         return replace(self, block_size=block_size)
 
     def seconds(self, load: StepLoad) -> float:
-        """How long one step takes."""
-        layers_b, layers_f, head_b, head_f, kv, pairs, fixed, reduce_s, reduce_token = (
-            self._constants
-        )
+        """How long the device takes for one step."""
+        (
+            layers_b, layers_f, head_b, head_f, kv, pairs, fixed, reduce_s, reduce_token, ramp,
+            ramp_tokens,
+        ) = self._constants  # fmt: skip
         at = self.at
         total = 0.0
         if load.num_tokens:
             blend = at.blend
             total = fixed + reduce_s
-            total += (layers_b**blend + (layers_f * load.num_tokens) ** blend) ** (1 / blend)
-            if load.num_sampled:
-                total += (head_b**blend + (head_f * load.num_sampled) ** blend) ** (1 / blend)
+            num_tokens, num_sampled = at.padded(load.num_tokens), load.num_sampled
+            total += (layers_b**blend + (layers_f * num_tokens) ** blend) ** (1 / blend)
+            if num_sampled:
+                num_sampled = at.padded(num_sampled)
+                total += (head_b**blend + (head_f * num_sampled) ** blend) ** (1 / blend)
+            if load.kv_tokens:
+                total += ramp * load.kv_tokens / (load.kv_tokens + ramp_tokens)
             total += (
                 kv * load.kv_tokens
                 + pairs * load.attention_pairs
@@ -139,11 +180,37 @@ class LatencyModel:
         swaps_s = load.swapped_blocks * block_bytes / at.swap_rate
         return max(total, swaps_s) if at.swaps_beside else total + swaps_s
 
-    def stepper(self) -> Callable[[StepPlan], float]:
-        """Seconds of plans, given in the order of their launch, for one executor."""
-        meter = LoadMeter()
+    def host_seconds(self, load: StepLoad) -> float:
+        """How long the host takes to plan and launch one step."""
+        at = self.at
+        total = at.host_s + at.host_row_s * load.num_rows
+        if load.num_chunks:
+            total += at.host_mixed_s
+        if not at.is_captured(load.num_tokens):
+            total += at.host_layer_s * self.shape.num_layers
+        return total
 
-        def step_seconds(plan: StepPlan) -> float:
-            return self.seconds(meter.measure(plan))
+    def with_host(self, device_s: float, load: StepLoad, hidden_s: float) -> float:
+        """A step's seconds from the end of the one before, which has hidden ``hidden_s`` of the
+        host's work for it."""
+        exposed_s = self.host_seconds(load) - hidden_s
+        if exposed_s <= 0:
+            return device_s
+        if self.at.is_captured(load.num_tokens):
+            return device_s + exposed_s
+        return max(device_s, exposed_s)
+
+    def stepper(self) -> Callable[[StepPlan, bool], float]:
+        """As `octavo.simulate.executor.Latency`."""
+        meter = LoadMeter()
+        at = self.at
+        has_host = bool(at.host_s or at.host_row_s or at.host_mixed_s or at.host_layer_s)
+        last_s = 0.0
+
+        def step_seconds(plan: StepPlan, is_behind: bool) -> float:
+            nonlocal last_s
+            load = meter.measure(plan)
+            hidden_s, last_s = last_s if is_behind else 0.0, self.seconds(load)
+            return self.with_host(last_s, load, hidden_s) if has_host else last_s
 
         return step_seconds

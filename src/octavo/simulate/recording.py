@@ -27,10 +27,19 @@ from octavo.simulate.load import LoadMeter, StepLoad
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step's load, and its seconds from the end of the step before."""
+    """A step's load, and its seconds from the end of the step before. The host took ``host_s`` to
+    plan and launch it; ``hidden_s`` are the seconds of the step that ran meanwhile, 0 if none
+    did."""
 
     load: StepLoad
     seconds: float
+    host_s: float = 0.0
+    hidden_s: float = 0.0
+
+    @property
+    def device_s(self) -> float:
+        """Its seconds without those that it waited for the host."""
+        return max(self.seconds - max(self.host_s - self.hidden_s, 0.0), 0.0)
 
 
 class StepClock(Protocol):
@@ -68,14 +77,24 @@ class HostClock:
 
 class TimingExecutor:
     """Passes plans on and notes how long each step took, from the end of the one before: planning
-    and digesting are part of it. After a rest call `resume` before the engine works again."""
+    and digesting are part of it. After a rest call `resume` before the engine works again.
 
-    def __init__(self, executor: Executor, clock: StepClock | None = None) -> None:
+    With a ``clock`` that is the device's own ``host_clock`` times the host's work for a step: from
+    the last result, or launch, to the end of its launch."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        clock: StepClock | None = None,
+        host_clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._executor = executor
         self._clock: StepClock = clock or HostClock()
+        self._host_clock = host_clock
         self._meter = LoadMeter()
-        self._launched: deque[tuple[StepLoad, Any]] = deque()
+        self._launched: deque[tuple[StepLoad, Any, float, bool]] = deque()
         self._began = self._clock.now()
+        self._host_began = host_clock()
         self.steps: list[TimedStep] = []
 
     @property
@@ -85,20 +104,25 @@ class TimingExecutor:
     def resume(self) -> None:
         """The next step begins now."""
         self._began = self._clock.now()
+        self._host_began = self._host_clock()
 
     def launch(self, plan: StepPlan) -> None:
-        load = self._meter.measure(plan)
+        load, is_behind = self._meter.measure(plan), bool(self._launched)
         self._executor.launch(plan)
-        self._launched.append((load, self._clock.launched()))
+        mark, now = self._clock.launched(), self._host_clock()
+        self._launched.append((load, mark, now - self._host_began, is_behind))
+        self._host_began = now
 
     def collect(self) -> StepResult:
-        load, mark = self._launched.popleft()
+        load, mark, host_s, is_behind = self._launched.popleft()
         try:
             result = self._executor.collect()
         finally:
             ended = self._clock.ended(mark)
             seconds, self._began = self._clock.seconds(self._began, ended), ended
-        self.steps.append(TimedStep(load, seconds))
+            self._host_began = self._host_clock()
+        hidden_s = self.steps[-1].device_s if is_behind and self.steps else 0.0
+        self.steps.append(TimedStep(load, seconds, host_s, hidden_s))
         return result
 
     def close(self) -> None:
@@ -197,6 +221,7 @@ class _ReplayingExecutor(SimulatedExecutor):
         error = self._results.get(step_id)
         if isinstance(error, str):
             self._launched.popleft()
+            self._is_behind.popleft()
             raise StepError(error)
         return super().collect()
 

@@ -253,7 +253,9 @@ class _Engine:
     summary: str
 
 
-_OPTIONS = {"prefix_caching": False, "swap_memory": "256MiB", "max_queued_requests": 100_000}
+_OPTIONS = {"prefix_caching": False, "max_queued_requests": 100_000}
+# Copies to the host are measured, too.
+_SWAPPING = {"preemption": "swap", "swap_memory": "256MiB"}
 
 
 def _measure_engine(
@@ -266,7 +268,7 @@ def _measure_engine(
     from octavo.config import EngineConfig
     from octavo.engine.build import build_engine
 
-    core, report = build_engine(EngineConfig(**_OPTIONS | options | {"model": model}))
+    core, report = build_engine(EngineConfig(**_OPTIONS | _SWAPPING | options | {"model": model}))
     is_gpu = not report.device.startswith("cpu")
     chosen = designs or (CUDA if is_gpu else CPU)
     shape = _shape(model, report)
@@ -288,7 +290,7 @@ def _measure_mapping(model: str, options: Mapping[str, Any]) -> float:
     from octavo.config import EngineConfig
     from octavo.engine.build import build_engine
 
-    small = {"kv": "virtual", "attention": "auto", "kv_memory": "1GiB", "swap_memory": "0"}
+    small = {"kv": "virtual", "attention": "auto", "kv_memory": "1GiB"}
     core, report = build_engine(EngineConfig(**_OPTIONS | options | small | {"model": model}))
     seconds = measure_mapping(core.executor, report.max_model_len)
     _close(core)

@@ -97,7 +97,7 @@ def read_prefix_files(config: EngineConfig, paths: Sequence[str]) -> list[Prefix
     """
     if paths and config.kv == "contiguous":
         raise ConfigError("prefix needs prefix caching, which kv=contiguous has not; use kv=paged")
-    if paths and not (config.prefix_caching and config.sharing):
+    if paths and not config.caches_prefixes:
         raise ConfigError(
             "prefix needs prefix caching; leave out --no-prefix-caching and --no-sharing"
         )

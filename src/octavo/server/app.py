@@ -47,11 +47,11 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
     metrics = Metrics(engine)
     engine.observer = metrics
     names = ModelNames(config.served_model_names or (model_name,), model_name)
-    max_model_len = engine.report.max_model_len
     created = int(time.time())
 
     def card(name: str) -> ModelCard:
-        return ModelCard(name, created, model_name, max_model_len)
+        # What is served at present: the pool may be smaller than the model's context.
+        return ModelCard(name, created, model_name, engine.limits.max_length)
 
     async def read(request: Request, kind: type[R]) -> R:
         data = await read_body(request, config.max_request_bytes, config.client_timeout_s)
@@ -81,7 +81,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
         body = await read(request, TokenizeRequest)
         names.check(body.model)
         token_ids = await tokenize(body, engine.tokenizer, engine.limits.max_length)
-        return json_response(Tokens(len(token_ids), max_model_len, token_ids))
+        return json_response(Tokens(len(token_ids), engine.limits.max_length, token_ids))
 
     @app.post("/detokenize")
     async def detokenize_ids(request: Request) -> Response:
@@ -132,15 +132,14 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
     async def metrics_page() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    description = openapi(
-        vocab_size=engine.limits.vocab_size,
-        max_length=engine.limits.max_length,
-        has_keys=bool(config.api_keys),
-        is_admin=config.admin_endpoints,
-    )
-
     @app.get("/openapi.json")
     async def openapi_page() -> Response:
+        description = openapi(
+            vocab_size=engine.limits.vocab_size,
+            max_length=engine.limits.max_length,
+            has_keys=bool(config.api_keys),
+            is_admin=config.admin_endpoints,
+        )
         return json_response(description)
 
     add_error_handlers(app)

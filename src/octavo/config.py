@@ -133,6 +133,8 @@ class EngineConfig:
     through ``swap_memory`` of the host, or ``auto``, whichever costs less.
     ``max_num_seqs`` is how many sequences run at once, ``max_num_batched_tokens`` the token budget
     of a step, ``max_model_len`` the longest sequence; None takes the device's or the model's.
+    ``max_queued_requests`` is how many may wait beside those; each of the n choices that a request
+    asks for counts as one, as it takes the place and the memory of one.
 
     Raises:
         ConfigError: a value is out of range.

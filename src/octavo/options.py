@@ -148,7 +148,11 @@ MaxNumBatchedTokens = Annotated[
 ]
 MaxQueuedRequests = Annotated[
     int,
-    typer.Option(help="Requests that may wait; more are refused.", rich_help_panel=_ENGINE),
+    typer.Option(
+        help="Requests that may wait beside the max-num-seqs that run; more are refused. A request "
+        "of n choices counts as n.",
+        rich_help_panel=_ENGINE,
+    ),
 ]
 Depth = Annotated[
     int | None,

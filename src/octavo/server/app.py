@@ -109,7 +109,10 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
         if problem := _health_problem(engine, config):
             raise unavailable(problem)
         if engine.num_outstanding >= engine.max_outstanding:
-            raise unavailable(f"the queue is full: {engine.num_outstanding} requests run or wait")
+            raise unavailable(
+                f"the queue is full: {engine.num_outstanding} requests run or wait (each of a "
+                "request's n choices counts as one)"
+            )
         if engine.is_asleep:
             raise unavailable("the engine is asleep; POST /wake_up")
         return json_response(Status("ready"))
@@ -173,8 +176,8 @@ class ModelNames:
 
 
 def _health_problem(engine: AsyncEngine, config: ServerConfig) -> str | None:
-    if engine.error is not None:
-        return "the engine is dead"
+    if engine.death is not None:
+        return f"the engine is dead and serves no more, restart the server: {engine.death}"
     if not engine.is_healthy:
         return "the engine is shutting down"
     if engine.silent_s > config.stall_timeout_s:

@@ -131,8 +131,10 @@ def test_a_killed_engine_fails_its_requests_and_health(start: Start) -> None:
     assert metrics["octavo_engine_up"] == 0
     gone = {name for name in before if name not in metrics}
     assert {"octavo_num_requests_running", "octavo_num_kv_blocks"} <= gone
-    assert not any(name.startswith(("octavo_engine_process_", "octavo_cache_")) for name in metrics)
-    assert not any("_total" in name or "_bucket" in name for name in gone)
+    process = "octavo_engine_process_"
+    assert not any(name.startswith((process, "octavo_cache_config_")) for name in metrics)
+    lost = [name for name in gone if not name.startswith(process)]
+    assert not any("_total" in name or "_bucket" in name for name in lost)
     server.signal(signal.SIGTERM)
     assert server.wait_exit() == 0
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -121,15 +122,19 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
     async def version() -> Response:
         return json_response(Version(__version__))
 
+    admin = APIRouter()
+
+    @admin.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        engine.reset_prefix_cache()
+        return json_response(Status("ok"))
+
+    add_prefix_routes(admin, engine, read, names.check)
+    add_pool_routes(admin, engine, read)
     if config.admin_endpoints:
-
-        @app.post("/reset_prefix_cache")
-        async def reset_prefix_cache() -> Response:
-            engine.reset_prefix_cache()
-            return json_response(Status("ok"))
-
-        add_prefix_routes(app, engine, read, names.check)
-        add_pool_routes(app, engine, read)
+        app.include_router(admin)
+    else:
+        _refuse(app, admin)
 
     @app.get("/metrics")
     async def metrics_page() -> Response:
@@ -173,6 +178,22 @@ class ModelNames:
             param="model",
             code="model_not_found",
         )
+
+
+def _refuse(app: FastAPI, admin: APIRouter) -> None:
+    """Who asks for one of ``admin`` is told how there would be one."""
+
+    async def refuse(request: Request) -> Response:
+        raise APIError(
+            f"{request.method} {request.url.path[:200]}: administrative endpoints are not served; "
+            "start the server with --admin-endpoints",
+            status=404,
+            code="admin_endpoints_disabled",
+        )
+
+    for route in admin.routes:
+        assert isinstance(route, APIRoute)
+        app.add_api_route(route.path, refuse, methods=list(route.methods))
 
 
 def _health_problem(engine: AsyncEngine, config: ServerConfig) -> str | None:

@@ -20,6 +20,8 @@ from octavo.bench.workload_options import (
 from octavo.terminal import print_json, readable_errors
 
 _OUTPUT = "Results"
+# What shells show of a process that Ctrl-C ended.
+_INTERRUPTED = 130
 
 
 def add_to(app: typer.Typer) -> None:
@@ -171,11 +173,14 @@ def serve(
             if is_sweep and not as_json:
                 typer.echo(serve_report.sweep_row(report))
 
-        async def measure() -> Sweep:
+        started: list[Sweep] = []
+
+        async def measure() -> None:
             async with serve_client.connected(
                 url, model=model, api_key=api_key, highest_token_id=highest_token_id
             ) as client:
                 runs = Sweep(client, work, objectives, max_concurrency, show)
+                started.append(runs)
                 await runs.warm_up(num_warmups)
                 if is_sweep and not as_json:
                     typer.echo(serve_report.sweep_header(objectives))
@@ -183,9 +188,18 @@ def serve(
                     await runs.run_up_to_capacity(sweep)
                 for one in asked:
                     await runs.run(one)
-                return runs
 
-        runs = asyncio.run(measure())
+        is_interrupted = False
+        try:
+            asyncio.run(measure())
+        except KeyboardInterrupt:
+            is_interrupted = True
+            # Of a run that was cut short only the fast requests are there: no figures of it.
+            num_runs = len(started[0].reports) if started else 0
+            typer.echo(f"octavo: interrupted; whole runs that count: {num_runs}", err=True)
+            if not num_runs:
+                raise typer.Exit(_INTERRUPTED) from None
+        runs = started[0]
         reports = runs.reports
         if csv is not None:
             serve_report.write_csv(csv, reports)
@@ -198,5 +212,7 @@ def serve(
             print_json({"runs": reports} if is_sweep else reports[0])
         elif not is_sweep:
             typer.echo(serve_report.table(reports[0]))
+        if is_interrupted:
+            raise typer.Exit(_INTERRUPTED)
         if not all(report["completed"] for report in reports):
             raise typer.Exit(1)

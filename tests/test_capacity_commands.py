@@ -157,4 +157,4 @@ def test_a_calibration_measures_fits_and_compares(
 def test_a_calibration_has_somewhere_to_go() -> None:
     result = runner.invoke(app, ["calibrate", "--out", "/no/such/folder/mine.json"])
     assert result.exit_code == 1
-    assert "there is no directory /no/such/folder" in result.stderr
+    assert "the directory /no/such/folder does not exist" in result.stderr

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from octavo import options
 from octavo.config import DEFAULT_MODEL, ConfigError, parse_size
 from octavo.layout_command import load_config
 from octavo.options import DEFAULTS
+from octavo.output_files import check_plot, check_writable
 from octavo.terminal import print_json, readable_errors
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def calibrate(
 ) -> None:
     """Measure the steps of this machine and fit the simulator's latency model to them."""
     with readable_errors():
-        if out is not None and not out.parent.is_dir():
-            raise ConfigError(f"--out {out}: there is no directory {out.parent}")
+        check_writable("--out", out)
         from octavo.bench import calibrate
         from octavo.simulate.calibration import dumps
 
@@ -149,8 +148,7 @@ def plan(
 ) -> None:
     """Find the replicas that serve a workload within its objectives, and what they cost."""
     with readable_errors():
-        if plot is not None and find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib; install the extra octavo[plots]")
+        check_plot("--plot", plot)
         from octavo.simulate.calibration import load_calibration
         from octavo.simulate.capacity import Planner
         from octavo.simulate.gpus import gpu_named, with_price

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from octavo import output_files
 from octavo.bench.paper import output
 from octavo.bench.paper.managers import (
     LLAMA_8B,
@@ -117,10 +118,10 @@ def test_figure_2_has_the_papers_order() -> None:
 
 
 def test_a_figure_is_written_with_what_it_depends_on(tmp_path: Path) -> None:
-    text = run("--figure", "13", *SHORT, "--output", str(tmp_path / "new"))
+    text = run("--figure", "13", *SHORT, "--output", str(tmp_path))
     assert "written: " in text
-    assert (tmp_path / "new" / "figure-13.png").read_bytes().startswith(b"\x89PNG")
-    lines = (tmp_path / "new" / "figure-13.csv").read_text().splitlines()
+    assert (tmp_path / "figure-13.png").read_bytes().startswith(b"\x89PNG")
+    lines = (tmp_path / "figure-13.csv").read_text().splitlines()
     caption = [line for line in lines if line.startswith("#")]
     assert "60 requests of ShareGPT lengths" in caption[1]
     assert "octavo" in caption[2]
@@ -143,26 +144,27 @@ def test_figure_15_saves_more_with_beams(tmp_path: Path) -> None:
     assert found["beam"]["4"] > found["parallel"]["4"]
 
 
-def test_every_figure_says_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_figure_says_what_it_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["bench", "paper", "--figure", "7"])
     assert result.exit_code == 1
     assert f"figure must be one of {', '.join(FIGURES)}" in result.stderr
-    monkeypatch.setattr(output, "find_spec", lambda name: None)
-    result = CliRunner().invoke(app, ["bench", "paper", "--figure", "2", "--output", "x"])
+    monkeypatch.setattr(output_files, "find_spec", lambda name: None)
+    arguments = ["bench", "paper", "--figure", "2", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "octavo[plots]" in result.stderr
 
 
 def test_a_table_is_drawn_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured where nothing can be drawn, drawn where nothing is measured."""
-    table = tmp_path / "new" / "some-13.csv"
+    table = tmp_path / "some-13.csv"
     with monkeypatch.context() as patched:
-        patched.setattr(output, "find_spec", lambda name: None)
+        patched.setattr(output_files, "find_spec", lambda name: None)
         run("--figure", "13", *SHORT, "--managers", "orca-max,paged", "--csv", str(table))
     caption, rows = output.read_table(table)
     assert [row["manager"] for row in rows] == ["orca-max", "paged"]
     assert "written: " in run("--figure", "13", "--redraw", str(table))
-    assert (tmp_path / "new" / "some-13.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "some-13.png").read_bytes().startswith(b"\x89PNG")
     assert output.read_table(table) == (caption, rows)
 
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.tiny_engine import pool, save_gguf
+from octavo import output_files
 from octavo.bench import sharing
 from octavo.bench.shared_prefix import shared_prefix
 from octavo.cli import app
@@ -125,7 +126,7 @@ def test_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "find_spec", lambda name: None)
+    monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["bench", "sharing", "--plot", "x.png"])
     assert result.exit_code == 1
     assert "octavo[plots]" in result.stderr

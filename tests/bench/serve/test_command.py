@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from octavo.bench.serve import plot
+from octavo import output_files
 from octavo.bench.serve.sweep import UNLIMITED, Work, parse_rates, rates_of
 from octavo.cli import app
 from octavo.config import ConfigError
@@ -187,7 +187,7 @@ def test_a_mistake_is_found_before_anything_is_sent(
 def test_without_matplotlib_the_extra_is_named(
     fake: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     result = bench(fake, "--plot", "x.png")
     assert result.exit_code == 1
     assert "install the extra octavo[plots]" in result.stderr

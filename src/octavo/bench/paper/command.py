@@ -12,6 +12,7 @@ import typer
 
 from octavo import options
 from octavo.config import ConfigError
+from octavo.output_files import check_directory, check_plot, check_writable
 from octavo.terminal import print_json, readable_errors
 
 _REAL = "With --model"
@@ -96,7 +97,8 @@ def paper(
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Also write figure-N.png and figure-N.csv (needs the extra plots)."
+            metavar="DIR",
+            help="Also write figure-N.png and figure-N.csv there (needs the extra plots).",
         ),
     ] = None,
     table: Annotated[
@@ -137,26 +139,31 @@ def paper(
         }
         given = {name: value for name, value in given.items() if value is not None}
         drawn = FIGURES[figure]
-        if output is not None or redraw is not None:
-            files.require_plots()
         if redraw is not None:
             if given or simulated or output is not None or table is not None or as_json:
                 raise ConfigError("--redraw measures nothing: give it with --figure alone")
             caption, rows = files.read_table(redraw)
             place = redraw.with_suffix(".png")
+            check_plot("--redraw", place)
             files.plot(drawn, place, caption, rows)
             typer.echo(f"written: {place}")
             return
         if simulated and model is not None:
             raise ConfigError("--simulated runs no model: leave out --model, or --simulated")
         check_effect(figure, drawn.TAKES, given)
+        plotted: list[Path] = []
+        if output is not None:
+            check_directory("--output", output)
+            plotted = [output / f"figure-{figure}.png", output / f"figure-{figure}.csv"]
+            check_plot("--output", plotted[0])
+            check_writable("--output", plotted[1])
+        check_writable("--csv", table)
         report = drawn.measure(PaperOptions(**given, seed=seed))
         caption = files.caption_of(report, shlex.join(["octavo", *sys.argv[1:]]))
-        written = []
-        if output is not None:
-            written = [output / f"figure-{figure}.png", output / f"figure-{figure}.csv"]
-            files.write_table(written[1], caption, report.rows)
-            files.plot(drawn, written[0], caption, report.rows)
+        written = list(plotted)
+        if plotted:
+            files.write_table(plotted[1], caption, report.rows)
+            files.plot(drawn, plotted[0], caption, report.rows)
         if table is not None:
             files.write_table(table, caption, report.rows)
             written.append(table)

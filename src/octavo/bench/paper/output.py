@@ -8,7 +8,6 @@ import platform
 import subprocess
 import textwrap
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from octavo import __version__
@@ -17,20 +16,13 @@ from octavo.bench.paper.report import PaperReport, Row
 from octavo.config import ConfigError
 
 
-def require_plots() -> None:
-    """Raises `ConfigError` where nothing can be drawn, before anything is measured."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("a plot needs matplotlib; install the extra octavo[plots]")
-
-
 def caption_of(report: PaperReport, command: str) -> list[str]:
     """The title, the conditions, and the command with machine and commit."""
     return [report.title, report.conditions, f"{command} — {machine()} — {commit()}"]
 
 
 def write_table(path: Path, caption: Sequence[str], rows: Sequence[Row]) -> None:
-    """A CSV, whose folder is made, with the caption as comments."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A CSV with the caption as comments."""
     with path.open("w", newline="", encoding="utf-8") as file:
         for line in caption:
             file.write(f"# {line}\n")

@@ -17,6 +17,7 @@ from octavo.bench.workload_options import (
     Seed,
     Trace,
 )
+from octavo.output_files import check_plot, check_writable
 from octavo.terminal import print_json, readable_errors
 
 _OUTPUT = "Results"
@@ -163,10 +164,9 @@ def serve(
             work.items(one)
         if csv is not None and csv == requests_csv:
             raise ConfigError("--csv and --requests-csv name the same file; give each its own")
-        for path in (csv, requests_csv):
-            serve_report.check_writable(path)
-        if plot is not None:
-            serve_plot.require_plots(plot)
+        check_writable("--csv", csv)
+        check_writable("--requests-csv", requests_csv)
+        check_plot("--plot", plot)
         is_sweep = sweep is not None or len(asked) > 1
 
         def show(report: dict[str, Any]) -> None:

@@ -101,7 +101,11 @@ def test_the_whole_command(gguf: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sharing, "shared_prefix", small)
     monkeypatch.setattr(sharing, "_MODEL_MAX_LEN", 60)
     picture = tmp_path / "sharing.png"
-    arguments = ["bench", "sharing", str(gguf), "--num-requests", "120", "--model-requests", "2"]
+    # Enough for a full pool, and two that are short enough for the model.
+    trace = tmp_path / "lengths.csv"
+    trace.write_text("prompt_tokens,output_tokens\n" + "300,60\n150,90\n" * 9 + "20,12\n25,20\n")
+    arguments = ["bench", "sharing", str(gguf), "--trace", str(trace), "--num-requests", "20"]
+    arguments += ["--model-requests", "2"]
     command = [*arguments, "--seed", "1", "--json", "--plot", str(picture)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output

@@ -12,6 +12,7 @@ import typer
 
 from octavo import options
 from octavo.config import ConfigError
+from octavo.core.sampling_params import MAX_BEAM_WIDTH
 from octavo.output_files import check_directory, check_plot, check_writable
 from octavo.terminal import print_json, readable_errors
 
@@ -115,10 +116,15 @@ def paper(
     as_json: options.AsJSON = False,
 ) -> None:
     """A figure of the papers, measured with the managers and the scheduler of this engine."""
-    with readable_errors():
+    from octavo.core.model_config import ModelLoadError
+    from octavo.model_store import ModelStoreError
+    from octavo.workload.items import WorkloadError
+
+    with readable_errors(wrong_input=(ConfigError, ModelLoadError, ModelStoreError, WorkloadError)):
         from octavo.bench.paper import output as files
         from octavo.bench.paper.registry import FIGURES
         from octavo.bench.paper.report import PaperOptions
+        from octavo.workload.traces import load_trace
 
         if figure not in FIGURES:
             raise ConfigError(f"figure must be one of {', '.join(FIGURES)}, got {figure!r}")
@@ -142,11 +148,7 @@ def paper(
         if redraw is not None:
             if given or simulated or output is not None or table is not None or as_json:
                 raise ConfigError("--redraw measures nothing: give it with --figure alone")
-            caption, rows = files.read_table(redraw)
-            place = redraw.with_suffix(".png")
-            check_plot("--redraw", place)
-            files.plot(drawn, place, caption, rows)
-            typer.echo(f"written: {place}")
+            typer.echo(f"written: {files.redraw(figure, drawn, redraw)}")
             return
         if simulated and model is not None:
             raise ConfigError("--simulated runs no model: leave out --model, or --simulated")
@@ -158,6 +160,8 @@ def paper(
             check_plot("--output", plotted[0])
             check_writable("--output", plotted[1])
         check_writable("--csv", table)
+        if trace is not None:
+            load_trace(trace)
         report = drawn.measure(PaperOptions(**given, seed=seed))
         caption = files.caption_of(report, shlex.join(["octavo", *sys.argv[1:]]))
         written = list(plotted)
@@ -212,6 +216,10 @@ def _parts(name: str, text: str, kind: Callable[[str], _Part]) -> list[_Part]:
         parts = [kind(part.strip()) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{name} must be numbers, separated by commas, got {text!r}") from error
-    if any(part == "" or (name == "widths" and part < 1) for part in parts):
-        raise ConfigError(f"{name} must be separated by single commas, and above 0, got {text!r}")
+    if any(part == "" for part in parts):
+        raise ConfigError(f"{name} must be separated by single commas, got {text!r}")
+    if len(set(parts)) < len(parts):
+        raise ConfigError(f"{name} must name each once, got {text!r}")
+    if name == "widths" and not all(1 <= part <= MAX_BEAM_WIDTH for part in parts):  # type: ignore[operator]
+        raise ConfigError(f"widths must be from 1 to {MAX_BEAM_WIDTH}, got {text!r}")
     return parts

@@ -10,8 +10,12 @@ from typer.testing import CliRunner
 
 from engine.tiny_engine import TOKEN_BYTES, options, save_gguf
 from octavo.bench import calibrate, prediction
+from octavo.capacity_commands import serve_options
 from octavo.cli import app
+from octavo.config import EngineConfig, parse_size
+from octavo.server import run
 from octavo.simulate.calibration import load_calibration
+from octavo.simulate.capacity import Setup
 from test_imports import HEAVY, modules_after
 
 runner = CliRunner()
@@ -158,3 +162,17 @@ def test_a_calibration_has_somewhere_to_go() -> None:
     result = runner.invoke(app, ["calibrate", "--out", "/no/such/folder/mine.json"])
     assert result.exit_code == 1
     assert "the directory /no/such/folder does not exist" in result.stderr
+
+
+@pytest.mark.parametrize("swap_bytes", [0.0, 32.0 * 2**30])
+def test_what_a_plan_prints_can_be_served(
+    swap_bytes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[EngineConfig] = []
+    monkeypatch.setattr(run, "serve", lambda engine, server: seen.append(engine) or 0)
+    setup = Setup(block_size=16, max_num_batched_tokens=2048, swap_bytes=swap_bytes)
+    result = runner.invoke(app, ["serve", "model", *serve_options(setup).split()])
+    assert result.exit_code == 0, result.output
+    assert (seen[0].kv, seen[0].block_size, seen[0].max_num_batched_tokens) == ("paged", 16, 2048)
+    assert parse_size("swap_memory", seen[0].swap_memory) == swap_bytes
+    assert seen[0].preemption == ("swap" if swap_bytes else "recompute")

@@ -20,7 +20,7 @@ from octavo.output_files import check_plot, check_writable
 from octavo.terminal import print_json, readable_errors
 
 if TYPE_CHECKING:
-    from octavo.simulate.capacity import Plan
+    from octavo.simulate.capacity import Plan, Setup
     from octavo.simulate.shape import ModelShape
 
 _SHORT = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
@@ -245,9 +245,7 @@ def table(plan: Plan) -> str:
         "",
         f"{plan.model} on {plan.gpu}, {plan.rate:g} requests/s: {plan.num_replicas} replica(s) of "
         f"{setup.tensor_parallel} rank(s), {plan.num_gpus} GPU(s)",
-        f"--kv {setup.kv} --block-size {setup.block_size} --max-num-batched-tokens "
-        f"{setup.max_num_batched_tokens} --swap-memory {_size(setup.swap_bytes)}; "
-        f"{plan.num_blocks} blocks a replica; router {plan.router}",
+        f"{serve_options(setup)}; {plan.num_blocks} blocks a replica; router {plan.router}",
         f"{plan.cost_per_million_tokens:.3f} dollars a million output tokens at "
         f"{plan.price_per_hour:.2f} a GPU hour",
         f"simulated with {plan.num_settled_replicas} replica(s): {outcome.num_requests} of "
@@ -262,8 +260,15 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.0f}GiB" if num_bytes else "0"
+def serve_options(setup: Setup) -> str:
+    """What `octavo serve` is given for it."""
+    options = (
+        f"--kv {setup.kv} --block-size {setup.block_size} --max-num-batched-tokens "
+        f"{setup.max_num_batched_tokens}"
+    )
+    if not setup.swap_bytes:
+        return options
+    return f"{options} --preemption swap --swap-memory {setup.swap_bytes / 2**30:.0f}GiB"
 
 
 def draw(plan: Plan, path: Path) -> None:

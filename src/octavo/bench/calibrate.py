@@ -28,6 +28,7 @@ from octavo.bench.block_moves import measure_mapping, measure_moves
 from octavo.core.plan import int_array
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
+from octavo.output_files import check_writable
 from octavo.simulate.calibration import Calibration
 from octavo.simulate.fitting import Point, divided, fit
 from octavo.simulate.load import StepLoad
@@ -373,6 +374,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()
+    check_writable("--out", Path(given.out))
     run(
         given.model or ["smollm2-135m"],
         name=given.name,

@@ -46,6 +46,16 @@ def test_every_command_explains_itself(command: list[str]) -> None:
             "--early-stopping must be one of true, false, never, got 'always'",
         ),
         (["chat", "--url", "http://127.0.0.1:9"], "no server can be reached at http://127.0.0.1:9"),
+        (
+            ["chat", "--url", "http://127.0.0.1:9", "--kv-memory", "1GiB"],
+            "--kv-memory is for a model in this process",
+        ),
+        (["chat", "x", "--api-key", "secret"], "--api-key is a server's; give --url with it"),
+        (
+            ["serve", "x", "--kv", "contiguous", "--prefix-caching"],
+            "leave out prefix_caching, or use kv=paged",
+        ),
+        (["serve", "x", "--swap-memory", "1GiB"], "set preemption to swap or auto"),
         (["generate", "x", "hi", "--block-size", "0"], "block_size must be an integer from 1"),
         (["generate", "x", "hi", "--kv-memory", "much"], "kv_memory must be auto, a size"),
         (["serve", "x", "--port", "99999"], "port must be an integer from 0 to 65535"),

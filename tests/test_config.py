@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from octavo.config import ConfigError, EngineConfig, KVMemory, ServerConfig, cache_dir
+from octavo.config import (
+    KV_MANAGERS,
+    ConfigError,
+    EngineConfig,
+    KVMemory,
+    ServerConfig,
+    cache_dir,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +65,38 @@ def test_a_bad_kv_memory_says_what_is_good(text: str) -> None:
 def test_a_bad_option_is_named(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv": "contiguous", "prefix_caching": True}, "leave out prefix_caching, or use kv=paged"),
+        ({"kv": "contiguous", "sharing": True}, "leave out sharing, or use kv=paged"),
+        ({"sharing": False, "prefix_caching": True}, "sharing=False forbids"),
+        ({"swap_memory": "1GiB"}, "set preemption to swap or auto"),
+        ({"swap_memory": "1GiB", "preemption": "recompute"}, "set preemption to swap or auto"),
+        ({"preemption": "swap"}, "set swap_memory"),
+        ({"map_forks": True}, "map_forks is for kv=virtual"),
+        ({"reserve": "max"}, "reserve is for kv=contiguous"),
+    ],
+)
+def test_an_option_without_effect_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**options)
+
+
+def test_what_is_left_open_goes_with_everything() -> None:
+    shares = {}
+    for kv in KV_MANAGERS:
+        config = EngineConfig(kv=kv)
+        assert config.caches_prefixes == config.shares_blocks
+        shares[kv] = config.shares_blocks
+    assert shares == {"paged": True, "virtual": True, "contiguous": False}
+    off = EngineConfig(kv="contiguous", prefix_caching=False, sharing=False)
+    assert not off.shares_blocks
+    assert EngineConfig(prefix_caching=False).shares_blocks
+    assert not EngineConfig(prefix_caching=False).caches_prefixes
+    assert not EngineConfig(sharing=False).caches_prefixes
 
 
 def test_what_keys_and_values_are_kept_in_has_other_names() -> None:

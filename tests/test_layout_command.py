@@ -59,6 +59,20 @@ def test_json_of_a_config_file_on_two_ranks_in_float32(model: str) -> None:
     assert report["vattention"]["num_pages"] == 120
 
 
+def test_a_page_that_is_no_whole_number_of_tokens_is_told_so(tmp_path: Path) -> None:
+    """SmolLM2-135M: 3 heads of 64 in 30 layers are 384 bytes a token in each of 60 tensors."""
+    shape = {"hidden_size": 576, "num_hidden_layers": 30}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps(YI_34B | shape | heads))
+    arguments = ["layout", str(tmp_path), "--page-size", "64KiB"]
+    text = runner.invoke(app, arguments).stdout
+    assert "170.7 tokens in 3.75 MiB, a page in each of 60: 1.871 MiB wasted" in text
+    report = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
+    assert report["vattention"]["num_pages"] == 60
+    assert report["vattention"]["block_bytes"] == 60 * 65536
+    assert report["vattention"]["tokens_per_page"] == pytest.approx(65536 / 384, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kib"),
     [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +16,11 @@ from octavo import options
 from octavo.config import DEFAULT_MODEL, ConfigError, parse_size
 from octavo.layout_command import load_config
 from octavo.options import DEFAULTS
+from octavo.output_files import check_plot, check_writable
 from octavo.terminal import print_json, readable_errors
 
 if TYPE_CHECKING:
-    from octavo.simulate.capacity import Plan
+    from octavo.simulate.capacity import Plan, Setup
     from octavo.simulate.shape import ModelShape
 
 _SHORT = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
@@ -57,8 +57,7 @@ def calibrate(
     """Measure the steps of this machine and fit the simulator's latency model to them."""
     with readable_errors():
         for option, path in (("--out", out), ("--points", points)):
-            if path is not None and not path.parent.is_dir():
-                raise ConfigError(f"{option} {path}: there is no directory {path.parent}")
+            check_writable(option, path)
         if refit is not None and (model or points is not None):
             raise ConfigError("--refit measures nothing: leave out --model and --points")
         from octavo.bench import calibrate
@@ -170,8 +169,7 @@ def plan(
 ) -> None:
     """Find the replicas that serve a workload within its objectives, and what they cost."""
     with readable_errors():
-        if plot is not None and find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib; install the extra octavo[plots]")
+        check_plot("--plot", plot)
         from octavo.simulate.calibration import load_calibration
         from octavo.simulate.capacity import Planner
         from octavo.simulate.gpus import gpu_named, with_price
@@ -268,9 +266,7 @@ def table(plan: Plan) -> str:
         "",
         f"{plan.model} on {plan.gpu}, {plan.rate:g} requests/s: {plan.num_replicas} replica(s) of "
         f"{setup.tensor_parallel} rank(s), {plan.num_gpus} GPU(s)",
-        f"--kv {setup.kv} --block-size {setup.block_size} --max-num-batched-tokens "
-        f"{setup.max_num_batched_tokens} --swap-memory {_size(setup.swap_bytes)}; "
-        f"{plan.num_blocks} blocks a replica; router {plan.router}",
+        f"{serve_options(setup)}; {plan.num_blocks} blocks a replica; router {plan.router}",
         f"{plan.cost_per_million_tokens:.3f} dollars a million output tokens at "
         f"{plan.price_per_hour:.2f} a GPU hour",
         f"simulated with {plan.num_settled_replicas} replica(s): {outcome.num_requests} of "
@@ -285,8 +281,15 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.0f}GiB" if num_bytes else "0"
+def serve_options(setup: Setup) -> str:
+    """What `octavo serve` is given for it."""
+    options = (
+        f"--kv {setup.kv} --block-size {setup.block_size} --max-num-batched-tokens "
+        f"{setup.max_num_batched_tokens}"
+    )
+    if not setup.swap_bytes:
+        return options
+    return f"{options} --preemption swap --swap-memory {setup.swap_bytes / 2**30:.0f}GiB"
 
 
 def draw(plan: Plan, path: Path) -> None:

@@ -263,6 +263,19 @@ def _check_beam_options(beam_width: int | None, length_penalty: float, early_sto
                 raise ConfigError(f"{option} needs --beam-width; send it or leave {option} out")
 
 
+def _check_chat_options(given: Sequence[str], *, has_server: bool) -> None:
+    """Refuse what would change nothing, here or on a server."""
+    if not has_server and "api_key" in given:
+        raise ConfigError("--api-key is a server's; give --url with it, or leave it out")
+    for name in given:
+        if has_server and name in options.ENGINE_FIELDS and name != "model":
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option} is for a model in this process, and --url talks to a server's; give "
+                f"{option} to octavo serve, or leave it out"
+            )
+
+
 def _beams(beams: Sequence[Beam]) -> dict[str, Any]:
     return {"beams": [asdict(beam) for beam in beams]} if beams else {}
 
@@ -294,6 +307,7 @@ def chat(
     with readable_errors():
         from octavo.chat import Conversation, check_server, run, server_answer
 
+        _check_chat_options(options.given_options(context), has_server=url is not None)
         if url is not None:
             check_server(url)
             limit = {} if max_tokens is None else {"max_tokens": max_tokens}

@@ -126,12 +126,15 @@ class EngineConfig:
     their block tables; None takes what costs less on the device.
     With ``deterministic`` a request's tokens are the same to the last bit whatever runs beside it,
     at a cost in speed, on a GPU.
-    Without ``sharing`` samples and beams copy all their blocks and nothing is cached: the same
-    tokens, to measure against.
+    ``prefix_caching`` lets prompts that begin alike share blocks; without ``sharing`` samples and
+    beams copy all their blocks and nothing is cached: the same tokens, to measure against. None
+    does both wherever ``kv`` can.
     ``preemption`` says how a sequence that lost its blocks gets them back: ``recompute``, ``swap``
     through ``swap_memory`` of the host, or ``auto``, whichever costs less.
     ``max_num_seqs`` is how many sequences run at once, ``max_num_batched_tokens`` the token budget
     of a step, ``max_model_len`` the longest sequence; None takes the device's or the model's.
+    ``max_queued_requests`` is how many may wait beside those; each of the n choices that a request
+    asks for counts as one, as it takes the place and the memory of one.
 
     Raises:
         ConfigError: a value is out of range.
@@ -147,8 +150,8 @@ class EngineConfig:
     kv_dtype: str = "auto"
     block_size: int | None = None
     kv_memory: str = "auto"
-    prefix_caching: bool = True
-    sharing: bool = True
+    prefix_caching: bool | None = None
+    sharing: bool | None = None
     scheduler: str = "continuous"
     preemption: str = "recompute"
     swap_memory: str = "0"
@@ -177,11 +180,13 @@ class EngineConfig:
         _choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _choice("attention", self.attention, ATTENTION_BACKENDS)
         _choice("preemption", self.preemption, PREEMPTION_MODES)
-        if self.map_forks not in (None, True, False):
-            raise ConfigError(f"map_forks must be True, False or None, got {self.map_forks!r}")
-        for name in ("prefix_caching", "sharing", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("prefix_caching", "sharing", "map_forks"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ConfigError(
+                    f"{name} must be True, False or None, got {getattr(self, name)!r}"
+                )
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"deterministic must be True or False, got {self.deterministic!r}")
         KVMemory.parse(self.kv_memory)
         parse_size("swap_memory", self.swap_memory)
         _range("block_size", self.block_size, 1, 1024)
@@ -191,6 +196,20 @@ class EngineConfig:
         _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _range("depth", self.depth, 1, 2)
         _range("threads", self.threads, 1, 1024)
+        self._check_combinations()
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether sequences may have blocks in common."""
+        return self.kv != "contiguous" and self.sharing is not False
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether blocks are kept for prompts that begin alike."""
+        return self.shares_blocks and self.prefix_caching is not False
+
+    def _check_combinations(self) -> None:
+        """Refuse what would contradict another option, or change nothing beside it."""
         if self.attention in _DOES_NOT_GO_WITH[self.kv]:
             raise ConfigError(
                 f"attention={self.attention} does not go with kv={self.kv}: "
@@ -202,6 +221,15 @@ class EngineConfig:
             raise ConfigError(
                 f"reserve is for kv=contiguous: kv={self.kv} takes blocks as they are needed"
             )
+        for name in ("prefix_caching", "sharing"):
+            if self.kv == "contiguous" and getattr(self, name):
+                raise ConfigError(
+                    f"kv=contiguous shares no blocks: leave out {name}, or use kv=paged"
+                )
+        if self.prefix_caching and self.sharing is False:
+            raise ConfigError(
+                "prefix_caching shares blocks, which sharing=False forbids: leave out one of them"
+            )
         if self.kv == "contiguous" and parse_size("swap_memory", self.swap_memory):
             raise ConfigError(
                 "kv=contiguous never preempts, so there is nothing to swap: leave out swap_memory"
@@ -212,6 +240,11 @@ class EngineConfig:
             )
         if self.map_forks is not None and self.kv != "virtual":
             raise ConfigError("map_forks is for kv=virtual: there are no slots to map otherwise")
+        if self.preemption == "recompute" and parse_size("swap_memory", self.swap_memory):
+            raise ConfigError(
+                f"swap_memory={self.swap_memory} is not used with preemption=recompute: set "
+                "preemption to swap or auto, or leave out swap_memory"
+            )
         if self.preemption != "recompute" and not parse_size("swap_memory", self.swap_memory):
             raise ConfigError(
                 f"preemption={self.preemption} needs host memory to swap to: set swap_memory, for "

@@ -22,11 +22,11 @@ from octavo.config import (
 from octavo.core.layout import (
     KVLayout,
     MappableBlock,
+    SeparatePages,
     block_candidates,
     choose_block,
     format_bytes,
     mappable_block,
-    separate_tensors_block,
 )
 from octavo.terminal import print_json, readable_errors
 
@@ -77,7 +77,7 @@ def layout(
         if block_size is not None:
             chosen = mappable_block(replace(token, block_size=block_size), page_bytes)
             candidates = [chosen]
-        paper = separate_tensors_block(token, page_bytes)
+        paper = SeparatePages(token, page_bytes)
         if as_json:
             print_json(
                 {
@@ -90,7 +90,12 @@ def layout(
                     "expected_length": expected_length,
                     "chosen": _describe(chosen, expected_length),
                     "candidates": [_describe(each, expected_length) for each in candidates],
-                    "vattention": _describe(paper, expected_length),
+                    "vattention": {
+                        "tokens_per_page": round(float(paper.num_tokens), 4),
+                        "block_bytes": paper.block_bytes,
+                        "num_pages": paper.num_pages,
+                        "expected_waste_bytes": round(paper.expected_waste_bytes(expected_length)),
+                    },
                 }
             )
             return
@@ -102,7 +107,11 @@ def layout(
         for block in candidates:
             mark = "*" if block == chosen else " "
             typer.echo(f"{mark} {_sentence(block, expected_length)}")
-        typer.echo(f"  vAttention's separate tensors: {_sentence(paper, expected_length)}")
+        typer.echo(
+            f"  vAttention's separate tensors: {_tokens(paper)} tokens in "
+            f"{format_bytes(paper.block_bytes)}, a page in each of {paper.num_pages}: "
+            f"{_waste(paper, expected_length)} wasted by a sequence"
+        )
 
 
 def token_layout(
@@ -153,11 +162,12 @@ def markdown_table() -> str:
                 f"**{_short(block)}**" if block == chosen else _short(block)
                 for block in block_candidates(token, page_bytes)
             )
-            paper = separate_tensors_block(token, page_bytes)
+            paper = SeparatePages(token, page_bytes)
             lines.append(
                 f"| {label} | {format_bytes(token.token_bytes)} | {format_bytes(page_bytes)} "
                 f"| {blocks} | {_waste(chosen, EXPECTED_LENGTH)} "
-                f"| {_short(paper)} | {_waste(paper, EXPECTED_LENGTH)} |"
+                f"| {_tokens(paper)} in {format_bytes(paper.block_bytes)} "
+                f"| {_waste(paper, EXPECTED_LENGTH)} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -218,5 +228,11 @@ def _sentence(block: MappableBlock, expected_length: int) -> str:
     )
 
 
-def _waste(block: MappableBlock, expected_length: int) -> str:
+def _tokens(pages: SeparatePages) -> str:
+    """Of a page: whole, or with a decimal."""
+    count = pages.num_tokens
+    return str(count) if count.denominator == 1 else f"{float(count):.4g}"
+
+
+def _waste(block: MappableBlock | SeparatePages, expected_length: int) -> str:
     return format_bytes(block.expected_waste_bytes(expected_length))

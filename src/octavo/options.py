@@ -10,7 +10,7 @@ import typer
 from octavo.config import EngineConfig
 
 DEFAULTS = EngineConfig()
-_ENGINE_FIELDS = frozenset(field.name for field in fields(EngineConfig))
+ENGINE_FIELDS = frozenset(field.name for field in fields(EngineConfig))
 _ENGINE = "Engine"
 
 Model = Annotated[str, typer.Argument(help="A name, a directory or a GGUF file.")]
@@ -85,14 +85,19 @@ KVMemory = Annotated[
     ),
 ]
 PrefixCaching = Annotated[
-    bool,
-    typer.Option(help="Share the blocks of prompts that begin alike.", rich_help_panel=_ENGINE),
+    bool | None,
+    typer.Option(
+        "--prefix-caching/--no-prefix-caching",
+        help="Share the blocks of prompts that begin alike [default: on, but under contiguous].",
+        rich_help_panel=_ENGINE,
+    ),
 ]
 Sharing = Annotated[
-    bool,
+    bool | None,
     typer.Option(
+        "--sharing/--no-sharing",
         help="Share blocks between sequences; without it samples and beams copy all of theirs, and "
-        "no prefix is cached.",
+        "no prefix is cached [default: on, but under contiguous].",
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -105,7 +110,10 @@ Preemption = Annotated[
 ]
 SwapMemory = Annotated[
     str,
-    typer.Option(help="Host memory to swap to: 0 or a size.", rich_help_panel=_ENGINE),
+    typer.Option(
+        help="Host memory to swap to: 0 or a size; for preemption by swap or auto.",
+        rich_help_panel=_ENGINE,
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,
@@ -140,7 +148,11 @@ MaxNumBatchedTokens = Annotated[
 ]
 MaxQueuedRequests = Annotated[
     int,
-    typer.Option(help="Requests that may wait; more are refused.", rich_help_panel=_ENGINE),
+    typer.Option(
+        help="Requests that may wait beside the max-num-seqs that run; more are refused. A request "
+        "of n choices counts as n.",
+        rich_help_panel=_ENGINE,
+    ),
 ]
 Depth = Annotated[
     int | None,
@@ -174,7 +186,17 @@ MapForks = Annotated[
 AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+def given_options(context: typer.Context) -> list[str]:
+    """Of a command's parameters those that are not left to their defaults."""
+    return [
+        name
+        for name in context.params
+        if (source := context.get_parameter_source(name)) is not None
+        and source.name not in ("DEFAULT", "DEFAULT_MAP")
+    ]
+
+
 def engine_options(context: typer.Context) -> dict[str, Any]:
     """Those of a command's options that are the engine's, by the names of `EngineConfig`: a command
     lists them as parameters, and that is all it does about them."""
-    return {name: value for name, value in context.params.items() if name in _ENGINE_FIELDS}
+    return {name: value for name, value in context.params.items() if name in ENGINE_FIELDS}

@@ -12,8 +12,9 @@ import typer
 
 
 @contextmanager
-def readable_errors() -> Iterator[None]:
-    """Expected errors are one line on standard error and exit code 1, without a traceback."""
+def readable_errors(wrong_input: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Expected errors are one line on standard error and exit code 1, without a traceback; those of
+    ``wrong_input`` exit with 2, as an unknown option does."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     for chatty in ("uvicorn.error", "httpx"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -23,7 +24,7 @@ def readable_errors() -> Iterator[None]:
         if isinstance(error, typer.Exit):
             raise
         typer.echo(f"octavo: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(2 if isinstance(error, wrong_input) else 1) from error
 
 
 def print_json(value: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from octavo import output_files
 from octavo.bench.paper import output
 from octavo.bench.paper.managers import (
     LLAMA_8B,
@@ -117,10 +118,10 @@ def test_figure_2_has_the_papers_order() -> None:
 
 
 def test_a_figure_is_written_with_what_it_depends_on(tmp_path: Path) -> None:
-    text = run("--figure", "13", *SHORT, "--output", str(tmp_path / "new"))
+    text = run("--figure", "13", *SHORT, "--output", str(tmp_path))
     assert "written: " in text
-    assert (tmp_path / "new" / "figure-13.png").read_bytes().startswith(b"\x89PNG")
-    lines = (tmp_path / "new" / "figure-13.csv").read_text().splitlines()
+    assert (tmp_path / "figure-13.png").read_bytes().startswith(b"\x89PNG")
+    lines = (tmp_path / "figure-13.csv").read_text().splitlines()
     caption = [line for line in lines if line.startswith("#")]
     assert "60 requests of ShareGPT lengths" in caption[1]
     assert "octavo" in caption[2]
@@ -143,26 +144,27 @@ def test_figure_15_saves_more_with_beams(tmp_path: Path) -> None:
     assert found["beam"]["4"] > found["parallel"]["4"]
 
 
-def test_every_figure_says_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_figure_says_what_it_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["bench", "paper", "--figure", "7"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"figure must be one of {', '.join(FIGURES)}" in result.stderr
-    monkeypatch.setattr(output, "find_spec", lambda name: None)
-    result = CliRunner().invoke(app, ["bench", "paper", "--figure", "2", "--output", "x"])
-    assert result.exit_code == 1
+    monkeypatch.setattr(output_files, "find_spec", lambda name: None)
+    arguments = ["bench", "paper", "--figure", "2", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
     assert "octavo[plots]" in result.stderr
 
 
 def test_a_table_is_drawn_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured where nothing can be drawn, drawn where nothing is measured."""
-    table = tmp_path / "new" / "some-13.csv"
+    table = tmp_path / "some-13.csv"
     with monkeypatch.context() as patched:
-        patched.setattr(output, "find_spec", lambda name: None)
+        patched.setattr(output_files, "find_spec", lambda name: None)
         run("--figure", "13", *SHORT, "--managers", "orca-max,paged", "--csv", str(table))
     caption, rows = output.read_table(table)
     assert [row["manager"] for row in rows] == ["orca-max", "paged"]
     assert "written: " in run("--figure", "13", "--redraw", str(table))
-    assert (tmp_path / "new" / "some-13.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "some-13.png").read_bytes().startswith(b"\x89PNG")
     assert output.read_table(table) == (caption, rows)
 
 
@@ -181,8 +183,17 @@ def test_a_table_is_drawn_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["2", "--managers", "paged,slab"], "among fastertransformer, orca-max, .*, got 'slab'"),
         (["2", "--managers", "paged-shared"], "in this figure, got 'paged-shared'"),
         (["12", "--rates", "1,,2"], "rates must be numbers, separated by commas, got '1,,2'"),
-        (["12", "--rates", "0,1"], "rates must be above 0, got 0"),
-        (["12", "--duration", "nan"], "duration must be above 0, got nan"),
+        (["12", "--rates", "0,1"], "rates must be above 0 and finite, got 0"),
+        (["12", "--rates", "1,-2"], "rates must be above 0 and finite, got -2"),
+        (["12", "--rates", "1,inf"], "rates must be above 0 and finite, got inf"),
+        (["12", "--rates", "1,nan"], "rates must be above 0 and finite, got nan"),
+        (["12", "--rates", "1,1.0"], "rates must name each once"),
+        (["12", "--duration", "nan"], "duration must be above 0 and finite, got nan"),
+        (["12", "--duration", "0"], "duration must be above 0 and finite, got 0"),
+        (["12", "--managers", "paged,paged"], "managers must name each once, got 'paged,paged'"),
+        (["12", "--trace", "no.csv"], "no.csv"),
+        (["14", "--widths", "2,2"], "widths must name each once"),
+        (["14", "--widths", "33"], "widths must be from 1 to 32"),
         (["14", "--widths", "2,0"], "widths must be"),
         (["12", "--model", "no-such-model"], "no model 'no-such-model'"),
         (["12", "--redraw", "no.csv"], "cannot read no.csv"),
@@ -192,5 +203,43 @@ def test_a_table_is_drawn_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 )
 def test_what_has_no_effect_or_no_sense_is_refused(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["bench", "paper", "--figure", *arguments])
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     assert re.search(message, result.stderr), result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def redrawn(figure: str, table: Path) -> str:
+    """The one line that refuses to draw it."""
+    result = CliRunner().invoke(app, ["bench", "paper", "--figure", figure, "--redraw", str(table)])
+    assert result.exit_code == 2, result.output
+    assert not table.with_suffix(".png").exists()
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def test_what_is_no_table_of_the_figure_is_not_drawn(tmp_path: Path) -> None:
+    table = tmp_path / "13.csv"
+    run("--figure", "13", *SHORT, "--managers", "paged", "--csv", str(table))
+    assert "holds 'Figure 13': give it with the --figure" in redrawn("12", table)
+    whole = table.read_text()
+    name, caption, columns, row = "x.csv", *_parts_of(whole)
+    broken = tmp_path / name
+    for text, word in (
+        (caption, "is not a table"),
+        (f"{caption}{columns}\n", "is not a table"),
+        (f"{columns}\n{row}\n", "is not a table"),
+        (f"{caption}{columns}\n{row},1,2\n", "as many values"),
+        (f"{caption}{columns}\npaged\n", "as many values"),
+        (f"{caption}manager,other\npaged,1\n", "is damaged"),
+        (f"{caption}{columns}\npaged,lots,\n", "is damaged"),
+        (f"{caption}{columns}\n" + "1" * 200_000 + ",1,1\n", "is no table"),
+    ):
+        broken.write_text(text)
+        assert word in redrawn("13", broken), text[-80:]
+    broken.write_bytes(b"\xff\xfe\x00")
+    assert "cannot read" in redrawn("13", broken)
+
+
+def _parts_of(text: str) -> tuple[str, str, str]:
+    lines = text.splitlines()
+    return "".join(f"{line}\n" for line in lines[:3]), lines[3], lines[4]

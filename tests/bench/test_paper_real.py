@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,12 +85,14 @@ def test_figure_15_saves_blocks(gguf: Path, tmp_path: Path) -> None:
 def test_every_manager_is_the_engines_own(tmp_path: Path) -> None:
     """As it is built to serve, over pools of the same tokens; random weights get random tokens."""
     folder = save_llama(tmp_path)
-    engines = engines_of(
-        PaperOptions(model=str(folder / "config.json"), device="cpu", threads=1, max_model_len=128)
+    names = (*ALL_MANAGERS, "paged-shared")
+    options = PaperOptions(
+        model=str(folder / "config.json"), device="cpu", threads=1, max_model_len=128
     )
+    engines = engines_of(options, names)
     assert engines.pool.token_bytes == TOKEN_BYTES
     assert engines.length_scale == 1 / 16
-    for name in (*ALL_MANAGERS, "paged-shared"):
+    for name in names:
         with engines.open(name) as engine:
             scheduler = engine.core.scheduler
             kind = type(scheduler.manager).__name__
@@ -113,3 +117,41 @@ def test_every_manager_is_the_engines_own(tmp_path: Path) -> None:
             engine.wait_until(0.01)
             assert engine.now_s >= 0.01
     assert "config.json (random weights) in float32 on this CPU, 1 thread" in engines.conditions
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["12", "--model", "no-such-model"], "no model 'no-such-model'"),
+        (["12", "--model", "EMPTY"], "config.json"),
+        (["12", "--model", "MODEL", "--device", "tpu"], "device must be one of auto, cpu, cuda"),
+        (["12", "--model", "MODEL", "--rates", "-1"], "rates must be above 0"),
+        (["12", "--model", "MODEL", "--managers", "slab"], "managers must be among"),
+        (["12", "--model", "MODEL", "--duration", "-3"], "duration must be above 0"),
+        (["12", "--model", "MODEL", "--max-model-len", "10000000"], "than the model's own limit"),
+        (["2", "--model", "MODEL", "--trace", "no.csv"], "no.csv"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_before_torch_is_loaded(
+    gguf: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    names = {"MODEL": str(gguf), "EMPTY": str(tmp_path)}
+    command = ["octavo", "bench", "paper", "--figure", *(names.get(a, a) for a in arguments)]
+    # Whoever imports torch meets an ImportError, which is none of the expected errors.
+    code = f"import sys; sys.modules['torch'] = None; sys.argv = {command!r}\n"
+    code += "from octavo.cli import main; main()"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 2, found.stderr
+    (line,) = found.stderr.splitlines()
+    assert message in line
+
+
+def test_a_manager_that_cannot_run_is_told_before_another_has(gguf: Path) -> None:
+    """Four tokens of this model are no whole pages."""
+    for number, managers in (("2", ["--managers", "paged,virtual"]), ("13", [])):
+        arguments = ["--figure", number, "--model", str(gguf), "--block-size", "4", *managers]
+        arguments += ["--device", "cpu", "--max-model-len", "64"]
+        result = CliRunner().invoke(app, ["bench", "paper", *arguments])
+        assert result.exit_code == 2, result.output
+        assert "the manager virtual cannot run here: block_size 4" in result.stderr
+        assert len(result.stderr.splitlines()) == 1

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.tiny_engine import pool, save_gguf
+from octavo import output_files
 from octavo.bench import sharing
 from octavo.bench.shared_prefix import shared_prefix
 from octavo.cli import app
@@ -100,7 +101,11 @@ def test_the_whole_command(gguf: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sharing, "shared_prefix", small)
     monkeypatch.setattr(sharing, "_MODEL_MAX_LEN", 60)
     picture = tmp_path / "sharing.png"
-    arguments = ["bench", "sharing", str(gguf), "--num-requests", "120", "--model-requests", "2"]
+    # Enough for a full pool, and two that are short enough for the model.
+    trace = tmp_path / "lengths.csv"
+    trace.write_text("prompt_tokens,output_tokens\n" + "300,60\n150,90\n" * 9 + "20,12\n25,20\n")
+    arguments = ["bench", "sharing", str(gguf), "--trace", str(trace), "--num-requests", "20"]
+    arguments += ["--model-requests", "2"]
     command = [*arguments, "--seed", "1", "--json", "--plot", str(picture)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
@@ -125,7 +130,7 @@ def test_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "find_spec", lambda name: None)
+    monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["bench", "sharing", "--plot", "x.png"])
     assert result.exit_code == 1
     assert "octavo[plots]" in result.stderr

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from octavo.core.layout import (
     BlockSizeError,
     KVLayout,
+    SeparatePages,
     block_candidates,
     choose_block,
     format_bytes,
     mappable_block,
     mappable_block_sizes,
-    separate_tensors_block,
     smallest_mappable_block_size,
 )
 
@@ -163,10 +163,29 @@ def test_an_explicit_size_that_cannot_be_mapped_is_refused_with_those_that_can()
 def test_tokens_a_page_of_separate_tensors_are_the_papers(
     layout: KVLayout, tokens_at_64_kib: int, tokens_at_2_mib: int
 ) -> None:
-    assert separate_tensors_block(layout, 64 * KIB).block_size == tokens_at_64_kib
-    block = separate_tensors_block(layout, 2 * MIB)
-    assert block.block_size == tokens_at_2_mib
-    assert block.num_pages == 2 * layout.num_layers
+    assert SeparatePages(layout, 64 * KIB).num_tokens == tokens_at_64_kib
+    pages = SeparatePages(layout, 2 * MIB)
+    assert pages.num_tokens == tokens_at_2_mib
+    assert pages.num_pages == 2 * layout.num_layers
+
+
+@pytest.mark.parametrize("page_bytes", [256, 384, 4 * KIB, 64 * KIB])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (3, 64), (5, 80)])
+def test_separate_tensors_waste_what_their_last_pages_do(
+    page_bytes: int, num_kv_heads: int, head_dim: int
+) -> None:
+    """Also where a page is no whole number of tokens, or a token no whole number of pages."""
+    pages = SeparatePages(KVLayout(7, num_kv_heads, head_dim, 2, 1), page_bytes)
+    token = num_kv_heads * head_dim * 2
+    assert pages.block_bytes == 14 * page_bytes
+    # All lengths of a period that begins where a page is full.
+    first, period = page_bytes, page_bytes
+    waste = [
+        -(-n * token // page_bytes) * page_bytes - n * token for n in range(first, first + period)
+    ]
+    expected = 14 * sum(waste) / period
+    assert pages.expected_waste_bytes(first) == pytest.approx(expected)
+    assert pages.expected_waste_bytes(1) == pytest.approx(max(expected, 14 * (page_bytes - token)))
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_preempted_again_and_again(
         max_num_seqs=10,
         prefix_caching=caching,
         preemption=preemption,
-        swap_memory=pool(80, 4),
+        swap_memory="0" if preemption == "recompute" else pool(80, 4),
     )
     check_mixed(core, kind)
     assert core.scheduler.num_preemptions >= 3

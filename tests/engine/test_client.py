@@ -202,6 +202,31 @@ def test_the_door_refuses_at_once_and_keeps_nothing() -> None:
     run(test())
 
 
+def test_a_choice_counts_as_a_request_of_its_own() -> None:
+    """At the door, and in what is told about the queue."""
+
+    async def test() -> None:
+        async with engine_of("toy-slow", max_num_seqs=2, max_queued_requests=3) as engine:
+            params = SamplingParams(max_tokens=500, ignore_eos=True)
+            streams = [
+                *engine.submit_samples([1], params, 2),
+                *engine.submit_samples([2], params, 2),
+            ]
+            await anext(streams[0])
+            await until(lambda: (engine.stats.num_running, engine.stats.num_waiting) == (2, 2))
+            with pytest.raises(QueueFullError, match=r"^4 requests .* of at most 5 .* n choices"):
+                engine.submit_samples([3], params, 2)
+            streams += [engine.submit([3], params)]
+            await until(lambda: engine.stats.num_waiting == 3)
+            with pytest.raises(QueueFullError, match=r"^5 requests"):
+                engine.submit([4], params)
+            for stream in streams:
+                stream.abort()
+            await until(lambda: is_idle(engine))
+
+    run(test())
+
+
 def test_when_the_engine_is_killed_every_request_fails_and_none_is_taken() -> None:
     async def test() -> None:
         async with engine_of("toy-slow") as engine:
@@ -227,6 +252,17 @@ def test_a_bug_in_the_engine_is_told_in_one_line() -> None:
                 await collect(engine.submit([1], SamplingParams(max_tokens=10, ignore_eos=True)))
             assert engine.error is not None
             assert "Traceback" in engine.error
+
+    run(test())
+
+
+def test_an_engine_that_exits_tells_its_code() -> None:
+    async def test() -> None:
+        async with engine_of("toy-exits") as engine:
+            assert engine.death is None
+            with pytest.raises(EngineDeadError, match="ended with exit code 7"):
+                await collect(engine.submit([1], SamplingParams(max_tokens=10, ignore_eos=True)))
+            assert "ended with exit code 7" in str(engine.death)
 
     run(test())
 

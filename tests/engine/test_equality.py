@@ -262,7 +262,7 @@ def test_swapping_changes_nothing(model: Path, attention: str, depth: int, preem
         kv_memory=pool(24, 4),
         prefix_caching=False,
         preemption=preemption,
-        swap_memory=pool(100, 4),
+        swap_memory="0" if preemption == "recompute" else pool(100, 4),
     )
     assert report.capacity.num_host_blocks == 101
     check(core)

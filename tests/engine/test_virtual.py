@@ -111,7 +111,7 @@ def test_preempted(model: Path, depth: int, preemption: str, caching: bool) -> N
         max_num_seqs=7,
         prefix_caching=caching,
         preemption=preemption,
-        swap_memory=pool(100, SIZE),
+        swap_memory="0" if preemption == "recompute" else pool(100, SIZE),
     )
     check(core, REQUESTS, alone())
     assert core.scheduler.num_preemptions >= 5
@@ -140,7 +140,7 @@ def test_samples_and_beams(flat: Path, depth: int, num_blocks: int, how: str) ->
         max_num_seqs=10,
         sharing=how != "unshared",
         preemption="swap" if how == "swap" else "recompute",
-        swap_memory=pool(100, SIZE),
+        swap_memory=pool(100, SIZE) if how == "swap" else "0",
     )
     check(core, mixed(), mixed_alone("llama"))
     assert bool(core.scheduler.num_preemptions) == (num_blocks == 24)

@@ -46,6 +46,15 @@ class BuggyExecutor(WideSeedExecutor):
         return super().collect()
 
 
+class ExitingExecutor(WideSeedExecutor):
+    """A library that ends the process, past every handler."""
+
+    def collect(self) -> StepResult:
+        if len(self.plans) == 3:
+            os._exit(7)
+        return super().collect()
+
+
 class SlowExecutor(WideSeedExecutor):
     def collect(self) -> StepResult:
         time.sleep(0.005)
@@ -61,6 +70,7 @@ class HangingExecutor(WideSeedExecutor):
 
 EXECUTORS = {
     "toy-bug": BuggyExecutor,
+    "toy-exits": ExitingExecutor,
     "toy-slow": SlowExecutor,
     "toy-caches-slow": SlowExecutor,
     "toy-hangs": HangingExecutor,

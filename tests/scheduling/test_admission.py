@@ -52,8 +52,20 @@ def test_a_pool_smaller_than_the_context_is_named() -> None:
     small = Limits.of(KVCapacity(num_blocks=3, block_size=4, block_bytes=1), 100, 32, ())
     # The last token's keys and values are never needed: 8 slots hold a sequence of 9.
     assert resolve([1] * 4, small, max_tokens=5).max_length == 9
-    with pytest.raises(ContextLengthError, match="--kv-memory"):
+    with pytest.raises(ContextLengthError, match=r"8 tokens \(raise --kv-memory"):
         resolve([1] * 4, small, max_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("max_blocks", "message"),
+    [(100, "serve up to 32"), (5, "serve up to 17"), (3, "all that it can have on this machine")],
+)
+def test_a_pool_that_can_grow_says_how_far(max_blocks: int, message: str) -> None:
+    """What the option was is the start's: since then the pool may have been resized."""
+    capacity = KVCapacity(num_blocks=3, block_size=4, block_bytes=1, max_blocks=max_blocks)
+    with pytest.raises(ContextLengthError, match=message) as caught:
+        resolve([1] * 4, Limits.of(capacity, 100, 32, ()), max_tokens=6)
+    assert ("/kv/resize" in str(caught.value)) == (max_blocks > 3)
 
 
 def test_a_stop_token_out_of_range_is_refused() -> None:

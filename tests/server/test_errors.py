@@ -195,12 +195,13 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(server: TinyServer) -> N
             answer = httpx.post(server.url + COMPLETIONS, json=two | {"stream": stream})
             error = refused(answer, 429)
             assert error["code"] == "queue_full"
+            assert " requests run or wait already, of at most 3 (" in error["message"]
             assert answer.headers["retry-after"] == "1"
         assert httpx.get(server.url + "/ready").status_code == 200
         with _waiting(server, long | {"prompt": "a"}):
             wait_for(lambda: httpx.get(server.url + "/ready").status_code == 503, "a full queue")
             reason = refused(httpx.get(server.url + "/ready"), 503)["message"]
-            assert reason == "the queue is full: 3 requests run or wait"
+            assert reason.startswith("the queue is full: 3 requests run or wait (each of")
             with (
                 openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
                 pytest.raises(openai.RateLimitError),

@@ -110,6 +110,8 @@ def test_no_engine_outlives_a_killed_server(start: Start) -> None:
 
 def test_a_killed_engine_fails_its_requests_and_health(start: Start) -> None:
     server = start().wait_ready()
+    before = server.metrics()
+    assert before["octavo_engine_up"] == 1
     with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG) as response:
         stream = events(response)
         next(stream)
@@ -117,12 +119,22 @@ def test_a_killed_engine_fails_its_requests_and_health(start: Start) -> None:
         *_, error, done = stream
         assert "SIGKILL" in error["error"]["message"]
         assert done == "[DONE]"
-    health = httpx.get(f"{server.url}/health")
-    assert health.status_code == 503
+    for path in ("/health", "/ready"):
+        health = httpx.get(server.url + path)
+        assert health.status_code == 503
+        assert "the engine process was ended by SIGKILL" in health.json()["error"]["message"]
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "engine_unavailable"
-    server.wait_idle()
+    # Counters keep their last values; gauges would pass for the present.
+    metrics = server.metrics()
+    assert metrics["octavo_engine_up"] == 0
+    gone = {name for name in before if name not in metrics}
+    assert {"octavo_num_requests_running", "octavo_num_kv_blocks"} <= gone
+    process = "octavo_engine_process_"
+    assert not any(name.startswith((process, "octavo_cache_config_")) for name in metrics)
+    lost = [name for name in gone if not name.startswith(process)]
+    assert not any("_total" in name or "_bucket" in name for name in lost)
     server.signal(signal.SIGTERM)
     assert server.wait_exit() == 0
 

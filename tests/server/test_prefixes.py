@@ -151,9 +151,21 @@ def test_what_they_keep_is_described(own: TinyServer, server: TinyServer) -> Non
 
 
 def test_only_where_administration_is_enabled(server: TinyServer) -> None:
-    assert httpx.post(f"{server.url}/prefixes", json={"prompt": TEXT}).status_code == 404
-    assert httpx.get(f"{server.url}/prefixes").status_code == 404
-    assert httpx.delete(f"{server.url}/prefixes/prefix-0").status_code == 404
+    for method, path in (
+        ("POST", "/prefixes"),
+        ("GET", "/prefixes"),
+        ("DELETE", "/prefixes/prefix-0"),
+        ("POST", "/reset_prefix_cache"),
+        ("POST", "/kv/resize"),
+        ("POST", "/sleep"),
+        ("POST", "/wake_up"),
+        ("GET", "/is_sleeping"),
+    ):
+        answer = httpx.request(method, server.url + path)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (404, "admin_endpoints_disabled"), path
+        assert "--admin-endpoints" in error["message"]
+    assert httpx.post(f"{server.url}/no/such/place").json()["error"]["code"] is None
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────

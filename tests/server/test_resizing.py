@@ -68,10 +68,25 @@ def test_it_grows_and_shrinks(own: TinyServer) -> None:
     assert complete(own)["choices"][0]["text"] == text
     error = complete(own, card["num_tokens"], 400)
     assert error["code"] == "context_length_exceeded"
-    assert f"holds {card['num_tokens']} tokens" in error["message"]
+    assert f"holds {card['num_tokens']} tokens at present" in error["message"]
+    assert "POST /kv/resize" in error["message"]
+    assert "up to 512" in error["message"]
+    assert longest(own) == card["num_tokens"] + 1
     wider = post(own, "/kv/resize", {"kv_memory": 2 * 2**20})
     assert wider["num_blocks"] > 4 * card["num_blocks"]
     assert complete(own, card["num_tokens"])["usage"]["completion_tokens"] == card["num_tokens"]
+    assert longest(own) == 512
+
+
+def longest(server: TinyServer) -> int:
+    """What the server says of the longest sequence, the same everywhere."""
+    (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    tokens = post(server, "/tokenize", {"prompt": "a"})
+    schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    most = schemas["CompletionRequest"]["properties"]["max_tokens"]
+    assert {model["max_model_len"], tokens["max_model_len"]} == {model["max_model_len"]}
+    assert str(model["max_model_len"]) in str(most), most
+    return int(model["max_model_len"])
 
 
 def try_complete(server: TinyServer, count: int) -> str | None:

@@ -30,6 +30,7 @@ from octavo.bench.recorded_steps import RecordedStep, fitted, load_steps, save_s
 from octavo.core.plan import int_array
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
+from octavo.output_files import check_writable
 from octavo.simulate.calibration import Calibration
 from octavo.simulate.latency import INFINITE, Coefficients
 from octavo.simulate.recording import TimedStep, TimingExecutor
@@ -198,7 +199,9 @@ class _Engine:
     summary: str
 
 
-_OPTIONS = {"prefix_caching": False, "swap_memory": "256MiB", "max_queued_requests": 100_000}
+_OPTIONS = {"prefix_caching": False, "max_queued_requests": 100_000}
+# Copies to the host are measured, too.
+_SWAPPING = {"preemption": "swap", "swap_memory": "256MiB"}
 
 
 # Stands for what is fitted to the steps.
@@ -218,7 +221,7 @@ def _measure_engine(
     from octavo.config import EngineConfig
     from octavo.engine.build import build_engine
 
-    core, report = build_engine(EngineConfig(**_OPTIONS | options | {"model": model}))
+    core, report = build_engine(EngineConfig(**_OPTIONS | _SWAPPING | options | {"model": model}))
     is_gpu = not report.device.startswith("cpu")
     chosen = designs or (CUDA if is_gpu else CPU)
     shape = _shape(model, report)
@@ -244,7 +247,7 @@ def _measure_mapping(model: str, options: Mapping[str, Any]) -> float:
     from octavo.config import EngineConfig
     from octavo.engine.build import build_engine
 
-    small = {"kv": "virtual", "attention": "auto", "kv_memory": "1GiB", "swap_memory": "0"}
+    small = {"kv": "virtual", "attention": "auto", "kv_memory": "1GiB"}
     core, report = build_engine(EngineConfig(**_OPTIONS | options | small | {"model": model}))
     seconds = measure_mapping(core.executor, report.max_model_len)
     _close(core)
@@ -328,6 +331,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()
+    check_writable("--out", Path(given.out))
     run(
         given.model or ["smollm2-135m"],
         name=given.name,

@@ -21,6 +21,7 @@ from octavo.bench.workload_options import (
 )
 from octavo.config import DEFAULT_MODEL
 from octavo.options import DEFAULTS
+from octavo.output_files import check_plot
 from octavo.terminal import print_json, readable_errors
 
 bench_app = typer.Typer(
@@ -181,8 +182,7 @@ def sharing(
     with readable_errors():
         from octavo.bench import sharing
 
-        if plot is not None:
-            sharing.require_plots()
+        check_plot("--plot", plot)
         report = sharing.run(
             None if policy_only else model,
             trace=trace,

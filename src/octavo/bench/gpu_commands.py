@@ -3,12 +3,14 @@ runs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from octavo import options
 from octavo.config import ConfigError
+from octavo.output_files import check_writable
 from octavo.terminal import print_json, readable_errors
 
 
@@ -34,13 +36,14 @@ def gpu(
     kv_dtype: options.KVDtype = options.DEFAULTS.kv_dtype,
     attention: options.Attention = options.DEFAULTS.attention,
     profile: Annotated[
-        str | None,
+        Path | None,
         typer.Option(metavar="FILE", help="Also write a trace of the works, for Perfetto."),
     ] = None,
     as_json: options.AsJSON = False,
 ) -> None:
     """Whole works on a GPU, each beside its floor in the same run."""
     with readable_errors():
+        check_writable("--profile", profile)
         _check_gpu()
         from octavo.bench import works as module
 
@@ -55,7 +58,7 @@ def gpu(
             model,
             asked,
             (lambda figure: None) if as_json else (lambda figure: typer.echo(module.line(figure))),
-            profile=profile,
+            profile=None if profile is None else str(profile),
             weights=weights,
             kv_dtype=kv_dtype,
             attention=attention,

@@ -14,14 +14,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from octavo.bench.shared_prefix import shared_prefix
-from octavo.config import ConfigError, EngineConfig
+from octavo.config import EngineConfig
 from octavo.core.plan import FloatArray, IntArray, KVCapacity, int_array
 from octavo.core.protocols import KVManager
 from octavo.core.request import Request
@@ -364,12 +363,6 @@ def table(report: dict[str, Any]) -> str:
             for f in prefix["figures"][1:]
         ]
     return "\n".join(lines)
-
-
-def require_plots() -> None:
-    """Raises `ConfigError` where nothing can be drawn, before minutes of measuring."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install the extra octavo[plots]")
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

@@ -279,9 +279,8 @@ def _run(
     if "load" in works:
         tell(load(name))
     ceilings = Ceilings.measure()
-    with open_llm(
-        name, prefix_caching=False, swap_memory="1GiB" if "swap" in works else "0", **options
-    ) as llm:
+    swapping = {"preemption": "swap", "swap_memory": "1GiB"} if "swap" in works else {}
+    with open_llm(name, prefix_caching=False, **swapping, **options) as llm:
         engine = str(llm.report)
         if "swap" in works:
             tell(*swap(llm, ceilings))

@@ -18,6 +18,7 @@ blocks there are, and which wastes least, is decided here too (``choose_block``)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import gcd
 
 # Padding that an explicit block size may cost: beyond this it is refused, not quietly paid for.
@@ -196,15 +197,38 @@ def mappable_block(layout: KVLayout, page_bytes: int) -> MappableBlock:
     )
 
 
-def separate_tensors_block(layout: KVLayout, page_bytes: int) -> MappableBlock:
-    """What vAttention maps at a time, to compare with: one page in each layer's K and V tensor.
+@dataclass(frozen=True, slots=True)
+class SeparatePages:
+    """What vAttention maps at a time (Prabhu et al. 2025), to compare with: a page in each layer's
+    K and V tensor, for the KV heads of one rank. A token may lie across two pages."""
 
-    ``block_size`` is the paper's tokens a page (Prabhu et al. 2025), for the KV heads of one rank;
-    rounded down where a page is no whole number of tokens.
-    """
-    tensor_token_bytes = layout.num_kv_heads * layout.head_dim * layout.dtype_bytes
-    block_size = max(page_bytes // tensor_token_bytes, 1)
-    return MappableBlock(replace(layout, block_size=block_size), 0, page_bytes)
+    layout: KVLayout
+    page_bytes: int
+
+    @property
+    def num_pages(self) -> int:
+        return 2 * self.layout.num_layers
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    @property
+    def num_tokens(self) -> Fraction:
+        """The paper's tokens a page, which need not be whole."""
+        return Fraction(self.page_bytes, self._tensor_token_bytes)
+
+    def expected_waste_bytes(self, expected_length: int) -> float:
+        """As `MappableBlock.expected_waste_bytes`. Over all lengths the last page of a tensor is
+        empty by a mean of half of it, less half of the greatest piece that tokens and pages are
+        both made of."""
+        piece = gcd(self._tensor_token_bytes, self.page_bytes)
+        rest = self.page_bytes - expected_length * self._tensor_token_bytes
+        return self.num_pages * max((self.page_bytes - piece) / 2, rest)
+
+    @property
+    def _tensor_token_bytes(self) -> int:
+        return self.layout.num_kv_heads * self.layout.head_dim * self.layout.dtype_bytes
 
 
 def format_bytes(num_bytes: float) -> str:

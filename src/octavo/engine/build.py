@@ -127,9 +127,9 @@ def _manager(
             capacity.num_blocks, capacity.block_size, max_num_seqs, reservation
         )
     options: dict[str, Any] = {
-        "prefix_caching": config.prefix_caching,
+        "prefix_caching": config.caches_prefixes,
         "num_host_blocks": capacity.num_host_blocks,
-        "sharing": config.sharing,
+        "sharing": config.shares_blocks,
     }
     sizes = (capacity.num_blocks, capacity.block_size, max_num_seqs)
     slots = mechanism.slots

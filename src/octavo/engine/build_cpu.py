@@ -101,7 +101,7 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         available=host.available_bytes() - workspace_bytes,
         # Without a cache, more than all rows at their longest could never be used.
         most_tokens=None
-        if config.kv == "contiguous" or (config.prefix_caching and config.sharing)
+        if config.kv == "contiguous" or config.caches_prefixes
         else limits.max_num_seqs * limits.max_model_len,
     )
     host_blocks = num_host_blocks(

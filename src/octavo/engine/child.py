@@ -72,7 +72,7 @@ class ChildProcess:
 def describe_exit(code: int) -> str:
     """Why a process ended, for a person."""
     if code >= 0:
-        return f"the engine process ended with exit code {code}; its messages are above"
+        return f"the engine process ended with exit code {code}; its last messages say why"
     name = signal.Signals(-code).name
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
     return f"the engine process was ended by {name}{hint}"

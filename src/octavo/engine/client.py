@@ -166,12 +166,19 @@ class AsyncEngine:
         return self._is_started and self.error is None and not self._is_closing
 
     @property
+    def death(self) -> str | None:
+        """Why the engine is dead, in a line: how its process ended, or the error that ended it."""
+        return None if self.error is None else _headline(self.error)
+
+    @property
     def num_outstanding(self) -> int:
+        """Requests that run or wait, as many as they have samples: each takes the place and the
+        memory of a request of its own."""
         return len(self._outstanding)
 
     @property
     def max_outstanding(self) -> int:
-        """Requests that may run and wait; more are refused."""
+        """Requests that may run and wait, counted as in `num_outstanding`; more are refused."""
         return self.report.max_num_seqs + self.report.max_queued_requests
 
     @property
@@ -212,8 +219,8 @@ class AsyncEngine:
         return self._submit(self.resolve(prompt_token_ids, params, n, cache_salt))
 
     def _check_not_dead(self) -> None:
-        if self.error is not None:
-            raise EngineDeadError(_headline(self.error))
+        if self.death is not None:
+            raise EngineDeadError(self.death)
 
     def _check_alive(self) -> None:
         self._check_not_dead()
@@ -228,8 +235,9 @@ class AsyncEngine:
     def _submit(self, request: Request) -> list[RequestStream]:
         if self.num_outstanding + request.n > self.max_outstanding:
             raise QueueFullError(
-                f"{self.num_outstanding} requests run or wait already (max_num_seqs + "
-                f"max_queued_requests = {self.max_outstanding}); try again later"
+                f"{self.num_outstanding} requests run or wait already, of at most "
+                f"{self.max_outstanding} (max_num_seqs + max_queued_requests; each of a request's "
+                "n choices counts as one); try again later"
             )
         self._next_number += request.num_sequences
         # A registration is an administrator's: no client's request, and its refusal no failure.

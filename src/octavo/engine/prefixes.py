@@ -52,7 +52,12 @@ def prefix_number(text: str) -> int | None:
 def limits_beside(limits: Limits, report: EngineReport, num_pinned_blocks: int) -> Limits:
     """What can be served while so many blocks are pinned."""
     num_pinned_tokens = num_pinned_blocks * report.capacity.block_size
-    return replace(limits, num_kv_tokens=report.num_kv_tokens - num_pinned_tokens)
+    most = report.limits.most_kv_tokens
+    return replace(
+        limits,
+        num_kv_tokens=report.num_kv_tokens - num_pinned_tokens,
+        most_kv_tokens=None if most is None else most - num_pinned_tokens,
+    )
 
 
 def register(core: EngineCore, request: Request, between_steps: Callable[[], None]) -> Prefix:

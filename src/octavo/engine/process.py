@@ -274,7 +274,8 @@ class EngineLoop:
         scheduler = self._core.scheduler
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + len(self._backlog),
+            num_waiting=scheduler.num_waiting_sequences
+            + sum(request.num_sequences for request in self._backlog.values()),
             num_free_blocks=scheduler.manager.num_free_blocks,
             num_usable_blocks=scheduler.manager.num_usable_blocks,
             num_preemptions=scheduler.num_preemptions,

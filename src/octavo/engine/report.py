@@ -117,7 +117,8 @@ def _size(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A moment of the engine: gauges, and counters since its start. ``num_lasting_blocks`` are
+    """A moment of the engine: gauges, and counters since its start. ``num_running`` and
+    ``num_waiting`` count sequences. ``num_lasting_blocks`` are
     those that requests may count on: fewer than ``num_usable_blocks`` while the pool shrinks, more
     while it is asleep."""
 

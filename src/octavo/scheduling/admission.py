@@ -20,7 +20,8 @@ class Limits:
     """What one engine can serve. ``num_kv_tokens`` is the whole pool, in tokens; ``sharing`` says
     whether sequences of a request have the prompt's blocks in common, ``max_mapped_blocks`` how
     many blocks slots can show at once, where there are slots, ``reservation`` what each sequence is
-    given whole, where it is."""
+    given whole, where it is, ``most_kv_tokens`` how many the pool could be resized to (None: it
+    stays as it is)."""
 
     vocab_size: int
     max_model_len: int
@@ -31,6 +32,7 @@ class Limits:
     sharing: bool = True
     max_mapped_blocks: int | None = None
     reservation: Reservation | None = None
+    most_kv_tokens: int | None = None
 
     @classmethod
     def of(
@@ -45,6 +47,8 @@ class Limits:
         reservation: Reservation | None = None,
     ) -> Limits:
         num_kv_tokens = (capacity.num_blocks - 1) * capacity.block_size
+        most = capacity.max_blocks
+        most_kv_tokens = None if most is None else (most - 1) * capacity.block_size
         return cls(
             vocab_size,
             max_model_len,
@@ -55,6 +59,7 @@ class Limits:
             sharing,
             max_mapped_blocks,
             reservation,
+            most_kv_tokens,
         )
 
     @property
@@ -240,10 +245,7 @@ def _too_long(num_prompt: int, max_tokens: int, n: int, what: str, limits: Limit
             f"cache of {limits.num_kv_tokens} tokens; ask for fewer {what}{fewer}"
         )
     if limits.max_length < limits.max_model_len:
-        limit = (
-            f"the KV cache holds {limits.num_kv_tokens} tokens "
-            f"(raise --kv-memory to use the model's whole context of {limits.max_model_len})"
-        )
+        limit = _pool_limit(limits)
     else:
         limit = f"this model's maximum context length is {limits.max_model_len} tokens"
     if num_prompt >= limits.max_length:
@@ -252,6 +254,22 @@ def _too_long(num_prompt: int, max_tokens: int, n: int, what: str, limits: Limit
         f"{limit}, but the request asks for {num_prompt + max_tokens} "
         f"({num_prompt} in the prompt, {max_tokens} in max_tokens); shorten the prompt or ask "
         f"for at most {limits.max_length - num_prompt} tokens"
+    )
+
+
+def _pool_limit(limits: Limits) -> str:
+    """What the pool holds, where that is less than the model could use, and how it could be more:
+    one that is resized while it serves need not be started anew."""
+    holds = f"the KV cache holds {limits.num_kv_tokens} tokens"
+    if limits.most_kv_tokens is None:
+        use = f"to use the model's whole context of {limits.max_model_len}"
+        return f"{holds} (raise --kv-memory {use})"
+    longest = min(limits.max_model_len, limits.most_kv_tokens + 1)
+    if longest <= limits.max_length:
+        return f"{holds}, which is all that it can have on this machine"
+    return (
+        f"{holds} at present (grow it with POST /kv/resize or LLM.resize_kv, or start with more "
+        f"--kv-memory, to serve up to {longest})"
     )
 
 

@@ -136,10 +136,13 @@ class PrefixRegistry:
         left = num_blocks - manager.num_pinned_blocks - num_new
         needed = self._num_to_leave(num_blocks)
         if left < needed:
+            more = "raise --kv-memory"
+            if self._state.config.max_blocks is not None:
+                more = "grow the KV cache (POST /kv/resize or LLM.resize_kv)"
             raise RequestError(
                 f"the prefix does not fit: its {num_new} blocks would leave {max(left, 0)} of "
                 f"{num_blocks}, but {needed} must remain for other requests; "
-                "register less, drop a prefix, raise --kv-memory or lower --max-model-len"
+                f"register less, drop a prefix, {more} or lower --max-model-len"
             )
         groups = {id(s.group): s.group for s in self._state.sequences.values()}.values()
         needs = [manager.num_blocks_needed(group.request) for group in groups]

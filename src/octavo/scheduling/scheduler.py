@@ -64,8 +64,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Requests in the queue, whatever number of sequences each has."""
         return len(self.state.waiting)
+
+    @property
+    def num_waiting_sequences(self) -> int:
+        """Sequences of the requests in the queue: what `num_running` counts, before they run."""
+        return sum(len(group.sequences) for group in self.state.waiting)
 
     @property
     def num_running(self) -> int:

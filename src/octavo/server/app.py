@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -47,11 +48,11 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
     metrics = Metrics(engine)
     engine.observer = metrics
     names = ModelNames(config.served_model_names or (model_name,), model_name)
-    max_model_len = engine.report.max_model_len
     created = int(time.time())
 
     def card(name: str) -> ModelCard:
-        return ModelCard(name, created, model_name, max_model_len)
+        # What is served at present: the pool may be smaller than the model's context.
+        return ModelCard(name, created, model_name, engine.limits.max_length)
 
     async def read(request: Request, kind: type[R]) -> R:
         data = await read_body(request, config.max_request_bytes, config.client_timeout_s)
@@ -81,7 +82,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
         body = await read(request, TokenizeRequest)
         names.check(body.model)
         token_ids = await tokenize(body, engine.tokenizer, engine.limits.max_length)
-        return json_response(Tokens(len(token_ids), max_model_len, token_ids))
+        return json_response(Tokens(len(token_ids), engine.limits.max_length, token_ids))
 
     @app.post("/detokenize")
     async def detokenize_ids(request: Request) -> Response:
@@ -109,7 +110,10 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
         if problem := _health_problem(engine, config):
             raise unavailable(problem)
         if engine.num_outstanding >= engine.max_outstanding:
-            raise unavailable(f"the queue is full: {engine.num_outstanding} requests run or wait")
+            raise unavailable(
+                f"the queue is full: {engine.num_outstanding} requests run or wait (each of a "
+                "request's n choices counts as one)"
+            )
         if engine.is_asleep:
             raise unavailable("the engine is asleep; POST /wake_up")
         return json_response(Status("ready"))
@@ -118,29 +122,32 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, model_name: str) ->
     async def version() -> Response:
         return json_response(Version(__version__))
 
+    admin = APIRouter()
+
+    @admin.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        engine.reset_prefix_cache()
+        return json_response(Status("ok"))
+
+    add_prefix_routes(admin, engine, read, names.check)
+    add_pool_routes(admin, engine, read)
     if config.admin_endpoints:
-
-        @app.post("/reset_prefix_cache")
-        async def reset_prefix_cache() -> Response:
-            engine.reset_prefix_cache()
-            return json_response(Status("ok"))
-
-        add_prefix_routes(app, engine, read, names.check)
-        add_pool_routes(app, engine, read)
+        app.include_router(admin)
+    else:
+        _refuse(app, admin)
 
     @app.get("/metrics")
     async def metrics_page() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    description = openapi(
-        vocab_size=engine.limits.vocab_size,
-        max_length=engine.limits.max_length,
-        has_keys=bool(config.api_keys),
-        is_admin=config.admin_endpoints,
-    )
-
     @app.get("/openapi.json")
     async def openapi_page() -> Response:
+        description = openapi(
+            vocab_size=engine.limits.vocab_size,
+            max_length=engine.limits.max_length,
+            has_keys=bool(config.api_keys),
+            is_admin=config.admin_endpoints,
+        )
         return json_response(description)
 
     add_error_handlers(app)
@@ -173,9 +180,25 @@ class ModelNames:
         )
 
 
+def _refuse(app: FastAPI, admin: APIRouter) -> None:
+    """Who asks for one of ``admin`` is told how there would be one."""
+
+    async def refuse(request: Request) -> Response:
+        raise APIError(
+            f"{request.method} {request.url.path[:200]}: administrative endpoints are not served; "
+            "start the server with --admin-endpoints",
+            status=404,
+            code="admin_endpoints_disabled",
+        )
+
+    for route in admin.routes:
+        assert isinstance(route, APIRoute)
+        app.add_api_route(route.path, refuse, methods=list(route.methods))
+
+
 def _health_problem(engine: AsyncEngine, config: ServerConfig) -> str | None:
-    if engine.error is not None:
-        return "the engine is dead"
+    if engine.death is not None:
+        return f"the engine is dead and serves no more, restart the server: {engine.death}"
     if not engine.is_healthy:
         return "the engine is shutting down"
     if engine.silent_s > config.stall_timeout_s:

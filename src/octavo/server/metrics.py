@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from octavo import __version__
 from octavo.core.request import FinishReason
 from octavo.engine.client import AsyncEngine
+from octavo.engine.report import EngineStats
 from octavo.engine.stream import RequestLife
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -37,16 +38,18 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Metrics:
-    """Implements `octavo.engine.stream.Observer` for ``engine``, which is asked at every scrape."""
+    """Implements `octavo.engine.stream.Observer` for ``engine``, which is asked at every scrape.
+
+    Of a dead engine there are no gauges, as the last values would pass for the present ones;
+    counters keep theirs.
+    """
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.registry = CollectorRegistry()
         self._engine = engine
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        ProcessCollector(
-            namespace="octavo_engine", pid=lambda: engine.pid or 0, registry=self.registry
-        )
+        ProcessCollector(namespace="octavo_engine", pid=self._engine_pid, registry=self.registry)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self._ends = Counter(
@@ -100,9 +103,36 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """What lives in the engine."""
         stats = self._engine.stats
+        is_up = self._engine.error is None
+        yield GaugeMetricFamily(
+            "octavo_engine_up", "Whether the engine process lives, 1 or 0", value=is_up
+        )
+        if is_up:
+            yield from self._gauges(stats)
+        yield GaugeMetricFamily(
+            "octavo_front_end_tasks", "Asyncio tasks of the front end", value=_num_tasks()
+        )
+        yield CounterMetricFamily(
+            "octavo_num_preemptions",
+            "Requests that lost their blocks for a while",
+            value=stats.num_preemptions,
+        )
+        ways = CounterMetricFamily(
+            "octavo_preemptions_by_way",
+            "Preempted requests, by the way they get their keys and values back",
+            labels=["way"],
+        )
+        ways.add_metric(["recompute"], stats.num_preemptions - stats.num_swaps)
+        ways.add_metric(["swap"], stats.num_swaps)
+        yield ways
+        yield CounterMetricFamily(
+            "octavo_engine_steps", "Steps of the engine", value=stats.num_steps
+        )
+
+    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         gauges: tuple[tuple[str, str, float], ...] = (
-            ("num_requests_running", "Requests that own a place in the batch", stats.num_running),
-            ("num_requests_waiting", "Requests that wait for a place", stats.num_waiting),
+            ("num_requests_running", "Sequences that own a place in the batch", stats.num_running),
+            ("num_requests_waiting", "Sequences that wait for a place", stats.num_waiting),
             (
                 "kv_cache_usage_perc",
                 "Share of the KV cache's blocks in use, 0 to 1",
@@ -121,31 +151,14 @@ class Metrics:
             ("is_sleeping", "Whether the KV cache's memory was given back", stats.is_asleep),
             (
                 "num_requests_outstanding",
-                "Requests that the front end has not answered in full",
+                "Requests that the front end has not answered in full, each of n choices counted",
                 self._engine.num_outstanding,
             ),
-            ("front_end_tasks", "Asyncio tasks of the front end", _num_tasks()),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"octavo_{name}", text, value=value)
         yield self._info()
         yield from self._device_memory()
-        yield CounterMetricFamily(
-            "octavo_num_preemptions",
-            "Requests that lost their blocks for a while",
-            value=stats.num_preemptions,
-        )
-        ways = CounterMetricFamily(
-            "octavo_preemptions_by_way",
-            "Preempted requests, by the way they get their keys and values back",
-            labels=["way"],
-        )
-        ways.add_metric(["recompute"], stats.num_preemptions - stats.num_swaps)
-        ways.add_metric(["swap"], stats.num_swaps)
-        yield ways
-        yield CounterMetricFamily(
-            "octavo_engine_steps", "Steps of the engine", value=stats.num_steps
-        )
 
     def _device_memory(self) -> Iterator[Metric]:
         memory = self._engine.report.memory
@@ -202,6 +215,10 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"octavo_{name}", text, buckets=buckets, registry=self.registry)
+
+    def _engine_pid(self) -> int:
+        """0, of which nothing is told, once it is dead: its number may be another process's."""
+        return 0 if self._engine.error is not None else self._engine.pid or 0
 
     def _info(self) -> Metric:
         report = self._engine.report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from fastapi import FastAPI
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,13 +16,13 @@ from octavo.server.streaming import json_response
 
 
 def add_pool_routes(
-    app: FastAPI,
+    routes: APIRouter,
     engine: AsyncEngine,
     read: Callable[[Request, type[ResizeRequest]], Awaitable[ResizeRequest]],
 ) -> None:
     """``POST /kv/resize``, and vLLM's ``/sleep``, ``/wake_up`` and ``/is_sleeping``."""
 
-    @app.post("/kv/resize")
+    @routes.post("/kv/resize")
     async def resize(request: Request) -> Response:
         body = await read(request, ResizeRequest)
         size = await engine.resize_kv(body.kv_memory)
@@ -30,7 +30,7 @@ def add_pool_routes(
             PoolCard(size.num_blocks, size.block_size, size.num_tokens, size.num_bytes)
         )
 
-    @app.post("/sleep")
+    @routes.post("/sleep")
     async def sleep(request: Request) -> Response:
         # vLLM's level 2 drops the weights too.
         level = request.query_params.get("level", "1")
@@ -43,7 +43,7 @@ def add_pool_routes(
         await engine.sleep()
         return json_response(Status("ok"))
 
-    @app.post("/wake_up")
+    @routes.post("/wake_up")
     async def wake_up(request: Request) -> Response:
         # vLLM wakes up by parts; weights are always there.
         tags = request.query_params.getlist("tags")
@@ -56,6 +56,6 @@ def add_pool_routes(
             await engine.wake_up()
         return json_response(Status("ok"))
 
-    @app.get("/is_sleeping")
+    @routes.get("/is_sleeping")
     async def is_sleeping() -> Response:
         return json_response(Sleeping(engine.is_asleep))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,24 +29,24 @@ _MAX_FILE_BYTES = 16 * 2**20
 
 
 def add_prefix_routes(
-    app: FastAPI,
+    routes: APIRouter,
     engine: AsyncEngine,
     read: Callable[[Request, type[PrefixRequest]], Awaitable[PrefixRequest]],
     check_model: Callable[[str | None], str],
 ) -> None:
     """``POST``, ``GET`` and ``DELETE`` for ``/prefixes``."""
 
-    @app.post("/prefixes")
+    @routes.post("/prefixes")
     async def register_prefix(request: Request) -> Response:
         body = await read(request, PrefixRequest)
         check_model(body.model)
         return json_response(_card(await register(engine, body)))
 
-    @app.get("/prefixes")
+    @routes.get("/prefixes")
     async def list_prefixes() -> Response:
         return json_response(PrefixList([_card(prefix) for prefix in engine.prefixes()]))
 
-    @app.delete("/prefixes/{prefix_id}")
+    @routes.delete("/prefixes/{prefix_id}")
     async def drop_prefix(prefix_id: str) -> Response:
         if not engine.drop_prefix(prefix_id):
             raise APIError(
@@ -97,7 +97,7 @@ def read_prefix_files(config: EngineConfig, paths: Sequence[str]) -> list[Prefix
     """
     if paths and config.kv == "contiguous":
         raise ConfigError("prefix needs prefix caching, which kv=contiguous has not; use kv=paged")
-    if paths and not (config.prefix_caching and config.sharing):
+    if paths and not config.caches_prefixes:
         raise ConfigError(
             "prefix needs prefix caching; leave out --no-prefix-caching and --no-sharing"
         )

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
+import subprocess
+import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from octavo.bench.serve import plot
+from octavo import output_files
 from octavo.bench.serve.sweep import UNLIMITED, Work, parse_rates, rates_of
 from octavo.cli import app
 from octavo.config import ConfigError
@@ -95,6 +99,49 @@ def test_warmups_are_sent_and_not_counted(fake: FakeServer) -> None:
     assert len({tuple(body["prompt"]) for body in fake.bodies}) == 9
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_ctrl_c_keeps_the_runs_that_are_whole(fake: FakeServer, tmp_path: Path, form: str) -> None:
+    table, requests = tmp_path / "a.csv", tmp_path / "b.csv"
+    # The second rate brings a request now and the next in an hour.
+    arguments = ["--rates", "1000,0.0003", "--csv", str(table), "--requests-csv", str(requests)]
+    arguments += ["--json"] if form == "json" else []
+    process = start_bench(fake, *arguments)
+    while len(fake.bodies) < 5:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "interrupted; whole runs that count: 1" in errors
+    assert "Traceback" not in errors
+    assert [row["request_rate"] for row in rows(table)] == ["1000.0"]
+    assert len(rows(requests)) == 4
+    if form == "json":
+        assert [run["completed"] for run in json.loads(out)["runs"]] == [4]
+    else:
+        assert out.splitlines()[-1].split()[0] == "1000.0"
+
+
+def test_ctrl_c_before_any_run_is_whole_writes_nothing(fake: FakeServer, tmp_path: Path) -> None:
+    table = tmp_path / "a.csv"
+    process = start_bench(fake, "--rate", "0.0003", "--csv", str(table))
+    while not fake.bodies:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; whole runs that count: 0" in errors
+    assert not table.exists()
+
+
+def start_bench(fake: FakeServer, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "octavo", "bench", "serve", "--url", fake.url, *SMALL, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_where_nothing_is_served_the_exit_code_says_so(fake: FakeServer) -> None:
     result = bench(fake, "--rate", "inf", "--input-len", "13", "--plot", "/nowhere/x.png")
     assert result.exit_code == 1
@@ -140,7 +187,7 @@ def test_a_mistake_is_found_before_anything_is_sent(
 def test_without_matplotlib_the_extra_is_named(
     fake: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     result = bench(fake, "--plot", "x.png")
     assert result.exit_code == 1
     assert "install the extra octavo[plots]" in result.stderr

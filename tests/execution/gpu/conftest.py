@@ -10,6 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from octavo.execution.attention import paged
+
 pytest.importorskip("triton")
 
 
@@ -42,3 +44,12 @@ def e4m3_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return convert(values, source, target, rounding)
 
     monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch has programs for all parts that rows could be cut into, and nearly all of them find
+    nothing to do. The interpreter runs them one by one: where rows are as short as here, fewer cut
+    them in the same places, since a part has its least number of keys."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(paged, "SHARES", 16)

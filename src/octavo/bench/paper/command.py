@@ -12,6 +12,8 @@ import typer
 
 from octavo import options
 from octavo.config import ConfigError
+from octavo.core.sampling_params import MAX_BEAM_WIDTH
+from octavo.output_files import check_directory, check_plot, check_writable
 from octavo.terminal import print_json, readable_errors
 
 _REAL = "With --model"
@@ -96,7 +98,8 @@ def paper(
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Also write figure-N.png and figure-N.csv (needs the extra plots)."
+            metavar="DIR",
+            help="Also write figure-N.png and figure-N.csv there (needs the extra plots).",
         ),
     ] = None,
     table: Annotated[
@@ -113,10 +116,15 @@ def paper(
     as_json: options.AsJSON = False,
 ) -> None:
     """A figure of the papers, measured with the managers and the scheduler of this engine."""
-    with readable_errors():
+    from octavo.core.model_config import ModelLoadError
+    from octavo.model_store import ModelStoreError
+    from octavo.workload.items import WorkloadError
+
+    with readable_errors(wrong_input=(ConfigError, ModelLoadError, ModelStoreError, WorkloadError)):
         from octavo.bench.paper import output as files
         from octavo.bench.paper.registry import FIGURES
         from octavo.bench.paper.report import PaperOptions
+        from octavo.workload.traces import load_trace
 
         if figure not in FIGURES:
             raise ConfigError(f"figure must be one of {', '.join(FIGURES)}, got {figure!r}")
@@ -137,26 +145,29 @@ def paper(
         }
         given = {name: value for name, value in given.items() if value is not None}
         drawn = FIGURES[figure]
-        if output is not None or redraw is not None:
-            files.require_plots()
         if redraw is not None:
             if given or simulated or output is not None or table is not None or as_json:
                 raise ConfigError("--redraw measures nothing: give it with --figure alone")
-            caption, rows = files.read_table(redraw)
-            place = redraw.with_suffix(".png")
-            files.plot(drawn, place, caption, rows)
-            typer.echo(f"written: {place}")
+            typer.echo(f"written: {files.redraw(figure, drawn, redraw)}")
             return
         if simulated and model is not None:
             raise ConfigError("--simulated runs no model: leave out --model, or --simulated")
         check_effect(figure, drawn.TAKES, given)
+        plotted: list[Path] = []
+        if output is not None:
+            check_directory("--output", output)
+            plotted = [output / f"figure-{figure}.png", output / f"figure-{figure}.csv"]
+            check_plot("--output", plotted[0])
+            check_writable("--output", plotted[1])
+        check_writable("--csv", table)
+        if trace is not None:
+            load_trace(trace)
         report = drawn.measure(PaperOptions(**given, seed=seed))
         caption = files.caption_of(report, shlex.join(["octavo", *sys.argv[1:]]))
-        written = []
-        if output is not None:
-            written = [output / f"figure-{figure}.png", output / f"figure-{figure}.csv"]
-            files.write_table(written[1], caption, report.rows)
-            files.plot(drawn, written[0], caption, report.rows)
+        written = list(plotted)
+        if plotted:
+            files.write_table(plotted[1], caption, report.rows)
+            files.plot(drawn, plotted[0], caption, report.rows)
         if table is not None:
             files.write_table(table, caption, report.rows)
             written.append(table)
@@ -205,6 +216,10 @@ def _parts(name: str, text: str, kind: Callable[[str], _Part]) -> list[_Part]:
         parts = [kind(part.strip()) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{name} must be numbers, separated by commas, got {text!r}") from error
-    if any(part == "" or (name == "widths" and part < 1) for part in parts):
-        raise ConfigError(f"{name} must be separated by single commas, and above 0, got {text!r}")
+    if any(part == "" for part in parts):
+        raise ConfigError(f"{name} must be separated by single commas, got {text!r}")
+    if len(set(parts)) < len(parts):
+        raise ConfigError(f"{name} must name each once, got {text!r}")
+    if name == "widths" and not all(1 <= part <= MAX_BEAM_WIDTH for part in parts):  # type: ignore[operator]
+        raise ConfigError(f"widths must be from 1 to {MAX_BEAM_WIDTH}, got {text!r}")
     return parts

@@ -75,11 +75,12 @@ class Engines(Protocol):
 MakeRequest: TypeAlias = Callable[["Engine", int, WorkItem], Request]
 
 
-def engines_of(options: PaperOptions) -> Engines:
-    """Those of a real model where one is named, else simulated ones.
+def engines_of(options: PaperOptions, names: Sequence[str]) -> Engines:
+    """Those of a real model where one is named, else simulated ones; ``names`` will be opened.
 
     Raises:
-        ConfigError, ModelStoreError, WorkloadError: there can be no such engine or pool.
+        ConfigError, ModelStoreError, WorkloadError: there can be no such engine or pool, which
+            is found before any model is loaded.
     """
     if options.model is not None:
         from octavo.bench.paper.real import RealEngines
@@ -91,6 +92,7 @@ def engines_of(options: PaperOptions) -> Engines:
             num_blocks=options.num_blocks,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
+            names=names,
         )
     from octavo.bench.paper.machine import paper_opt13b_a100
     from octavo.bench.paper.simulated import SimulatedEngines

@@ -37,8 +37,8 @@ TAKES = frozenset({"trace", "num_requests", "num_blocks", "block_size", "manager
 
 
 def measure(options: PaperOptions) -> PaperReport:
-    engines = engines_of(options)
     names = managers_of(options, MANAGERS, ALL_MANAGERS)
+    engines = engines_of(options, names)
     items = work_of(options, engines)
     found = {name: saturate(engines, name, items) for name in names}
     found |= _in_driver_blocks(options, names, items)
@@ -75,9 +75,9 @@ def _in_driver_blocks(
     if options.model is not None or options.scale != "opt-13b" or "virtual" not in names:
         return {}
     size = driver_block(OPT_13B)
-    num_tokens = engines_of(options).pool.num_tokens
+    num_tokens = engines_of(options, names).pool.num_tokens
     coarse = replace(options, num_blocks=num_tokens // size, block_size=size)
-    return {f"virtual, blocks of {size}": saturate(engines_of(coarse), "virtual", items)}
+    return {f"virtual, blocks of {size}": saturate(engines_of(coarse, names), "virtual", items)}
 
 
 def _rows(found: dict[str, Saturation]) -> list[Row]:

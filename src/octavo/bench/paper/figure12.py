@@ -35,9 +35,9 @@ TAKES = frozenset(
 
 
 def measure(options: PaperOptions) -> PaperReport:
-    engines = engines_of(options)
     names = managers_of(options, ALL_MANAGERS, ALL_MANAGERS)
     load = load_of(options, RATES, DURATION_S, STOP_S)
+    engines = engines_of(options, names)
     items = work_of(replace(options, num_requests=None), engines)
     curves: Curves = {}
     for name in names:

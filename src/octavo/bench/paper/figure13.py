@@ -28,8 +28,8 @@ TAKES = frozenset({"trace", "num_requests", "num_blocks", "block_size", "manager
 
 
 def measure(options: PaperOptions) -> PaperReport:
-    engines = engines_of(options)
     names = managers_of(options, MANAGERS, ALL_MANAGERS)
+    engines = engines_of(options, names)
     items = work_of(options, engines)
     values = {name: saturate(engines, name, items).mean_running for name in names}
     return PaperReport(

@@ -57,9 +57,9 @@ TAKES = frozenset(
 
 
 def measure(options: PaperOptions) -> PaperReport:
-    engines = engines_of(options)
     names = managers_of(options, NAMES, ALL_MANAGERS)
     load = load_of(options, RATES, DURATION_S, STOP_S)
+    engines = engines_of(options, names)
     if options.trace is None:
         items = alpaca(_NUM_LENGTHS, options.seed, engines.pool.max_model_len)
         source = "Lengths of Alpaca's mean"

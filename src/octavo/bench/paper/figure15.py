@@ -24,7 +24,7 @@ TAKES = frozenset({"trace", "num_requests", "num_blocks", "block_size", "widths"
 
 
 def measure(options: PaperOptions) -> PaperReport:
-    engines = engines_of(options)
+    engines = engines_of(options, ("paged",))
     items = work_of(options, engines)
     values: dict[str, dict[str, float]] = {}
     with engines.open("paged") as engine:

@@ -53,10 +53,10 @@ TAKES = frozenset({"num_requests", "num_blocks", "block_size", "managers", "rate
 
 
 def measure(options: PaperOptions) -> PaperReport:
-    engines = engines_of(options)
     sharing = (f"paged{SHARED}", f"virtual{SHARED}")
     names = managers_of(options, NAMES, (*ALL_MANAGERS, *sharing))
     load = load_of(options, RATES, DURATION_S, STOP_S)
+    engines = engines_of(options, names)
     longest = engines.pool.max_model_len
     if longest <= max(PREFIXES.values()) + 2:
         raise WorkloadError(

@@ -8,19 +8,13 @@ import platform
 import subprocess
 import textwrap
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from octavo import __version__
 from octavo.bench.paper.registry import PaperFigure
 from octavo.bench.paper.report import PaperReport, Row
 from octavo.config import ConfigError
-
-
-def require_plots() -> None:
-    """Raises `ConfigError` where nothing can be drawn, before anything is measured."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("a plot needs matplotlib; install the extra octavo[plots]")
+from octavo.output_files import check_plot
 
 
 def caption_of(report: PaperReport, command: str) -> list[str]:
@@ -29,8 +23,7 @@ def caption_of(report: PaperReport, command: str) -> list[str]:
 
 
 def write_table(path: Path, caption: Sequence[str], rows: Sequence[Row]) -> None:
-    """A CSV, whose folder is made, with the caption as comments."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A CSV with the caption as comments."""
     with path.open("w", newline="", encoding="utf-8") as file:
         for line in caption:
             file.write(f"# {line}\n")
@@ -50,7 +43,10 @@ def read_table(path: Path) -> tuple[list[str], list[Row]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     caption = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
-    rows: list[Row] = list(csv.DictReader(lines[len(caption) :]))
+    try:
+        rows: list[Row] = list(csv.DictReader(lines[len(caption) :]))
+    except csv.Error as error:
+        raise ConfigError(f"{path} is no table: {error}") from error
     if len(caption) != 3 or not rows:
         raise ConfigError(f"{path} is not a table that octavo bench paper wrote with --csv")
     return caption, rows
@@ -67,6 +63,28 @@ def plot(drawn: PaperFigure, path: Path, caption: Sequence[str], rows: Sequence[
     lines = [line for part in caption[1:] for line in textwrap.wrap(part, 118)]
     foot.text(0.02, 0.95, "\n".join(lines), fontsize=6.5, va="top")
     figure.savefig(path)
+
+
+def redraw(number: str, drawn: PaperFigure, path: Path) -> Path:
+    """Draw a table of `write_table` beside it; returns the PNG.
+
+    Raises:
+        ConfigError: it is none, another figure's, or damaged; or nothing can be written there.
+    """
+    caption, rows = read_table(path)
+    title = caption[0].partition(":")[0]
+    if title != f"Figure {number}":
+        raise ConfigError(f"{path} holds {title[:40]!r}: give it with the --figure that it is of")
+    place = path.with_suffix(".png")
+    check_plot("--redraw", place)
+    # A short row has None where a column is missing, and one too long a list under None.
+    if any(None in row or None in row.values() for row in rows):
+        raise ConfigError(f"{path} is damaged: a row has not as many values as there are columns")
+    try:
+        plot(drawn, place, caption, rows)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged: {error!r}") from error
+    return place
 
 
 def machine() -> str:

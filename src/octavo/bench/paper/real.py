@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,14 @@ import numpy as np
 from octavo.bench.paper.engines import SHARED, STATIC, WARM_UP_MOST, Engine, check_ended
 from octavo.bench.paper.managers import MAX_MODEL_LEN, SCALES, Pool
 from octavo.bench.works import SHAPES, shape
-from octavo.config import BLOCK_SIZE, EngineConfig
-from octavo.core.layout import num_blocks_for
+from octavo.config import BLOCK_SIZE, DEVICES, ConfigError, EngineConfig
+from octavo.core.layout import BlockSizeError, mappable_block, num_blocks_for
+from octavo.core.model_config import ModelConfig
 from octavo.core.plan import IntArray, int_array
 from octavo.core.request import Request
 from octavo.engine.core import EngineCore
 from octavo.engine.report import EngineReport
+from octavo.execution.pages.interface import host_page_bytes
 from octavo.layout_command import load_config, token_layout
 
 # Of the longest sequence, in tokens: several reservations fit, as in the paper's pool.
@@ -118,14 +121,24 @@ class RealEngines:
         num_blocks: int | None = None,
         block_size: int | None = None,
         max_model_len: int | None = None,
+        names: Sequence[str] = (),
     ) -> None:
-        from octavo.engine.build import choose_device
-
         self._name = model
         self._is_random = model in SHAPES or model.endswith(".json")
         self._path = shape(model) if model in SHAPES else model
-        self._device = choose_device(device)
+        if device not in DEVICES:
+            raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
         config = load_config(self._path)
+        longest = config.max_position_embeddings
+        if max_model_len is not None and max_model_len > longest:
+            raise ConfigError(
+                f"max_model_len {max_model_len} is more than the model's own limit of {longest} "
+                "positions; ask for at most that"
+            )
+        # The first that takes time.
+        from octavo.engine.build import choose_device
+
+        self._device = choose_device(device)
         if max_model_len is None:
             most = _CPU_MAX_MODEL_LEN if self._device == "cpu" else MAX_MODEL_LEN
             max_model_len = min(most, config.max_position_embeddings)
@@ -139,8 +152,33 @@ class RealEngines:
             token_bytes=token_layout(config, 1, "auto").token_bytes,
         )
         self.length_scale = min(1.0, max_model_len / MAX_MODEL_LEN)
+        self._check_managers(names, config)
         self._report: EngineReport | None = None
         self._other_pools: dict[str, Pool] = {}
+
+    def _check_managers(self, names: Sequence[str], config: ModelConfig) -> None:
+        """Raises `ConfigError` where one cannot run this model here, before the others have."""
+        others = [name for name in names if name.removesuffix(SHARED) != "virtual"]
+        if self._device == "cpu" and others and find_spec("numba") is None:
+            raise ConfigError(
+                f"managers {', '.join(others)} need numba on a CPU, which is not installed; "
+                "install it, or ask for --managers virtual"
+            )
+        if len(others) == len(names) or self._block_size is None:
+            return
+        page_bytes = host_page_bytes()
+        if self._device == "cuda":
+            from octavo.execution.pages.cuda import cuda_page_bytes
+
+            page_bytes = cuda_page_bytes()
+        layout = replace(token_layout(config, 1, "auto"), block_size=self._block_size)
+        try:
+            mappable_block(layout, page_bytes)
+        except BlockSizeError as error:
+            raise ConfigError(
+                f"the manager virtual cannot run here: {error}; leave block_size out, or name "
+                f"other managers: {','.join(others) or 'paged'}"
+            ) from error
 
     @property
     def conditions(self) -> str:

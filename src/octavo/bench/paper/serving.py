@@ -60,15 +60,15 @@ def load_of(
     so that it gets `REAL_RATES` for `REAL_DURATION_S`.
 
     Raises:
-        WorkloadError: a rate or the duration is not above 0.
+        WorkloadError: a rate or the duration is not above 0, or has no end.
     """
     if options.model is not None:
         rates, duration_s = REAL_RATES, REAL_DURATION_S
     rates = tuple(sorted(set(options.rates))) or rates
     duration_s = duration_s if options.duration_s is None else options.duration_s
-    for name, value in (("rates", rates[0]), ("duration", duration_s)):
+    for name, value in (*(("rates", rate) for rate in rates), ("duration", duration_s)):
         if not 0 < value < math.inf:
-            raise WorkloadError(f"{name} must be above 0, got {value:g}")
+            raise WorkloadError(f"{name} must be above 0 and finite, got {value:g}")
     return Load(
         rates=rates,
         duration_s=duration_s,

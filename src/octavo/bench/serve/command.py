@@ -17,9 +17,12 @@ from octavo.bench.workload_options import (
     Seed,
     Trace,
 )
+from octavo.output_files import check_plot, check_writable
 from octavo.terminal import print_json, readable_errors
 
 _OUTPUT = "Results"
+# What shells show of a process that Ctrl-C ended.
+_INTERRUPTED = 130
 
 
 def add_to(app: typer.Typer) -> None:
@@ -161,21 +164,23 @@ def serve(
             work.items(one)
         if csv is not None and csv == requests_csv:
             raise ConfigError("--csv and --requests-csv name the same file; give each its own")
-        for path in (csv, requests_csv):
-            serve_report.check_writable(path)
-        if plot is not None:
-            serve_plot.require_plots(plot)
+        check_writable("--csv", csv)
+        check_writable("--requests-csv", requests_csv)
+        check_plot("--plot", plot)
         is_sweep = sweep is not None or len(asked) > 1
 
         def show(report: dict[str, Any]) -> None:
             if is_sweep and not as_json:
                 typer.echo(serve_report.sweep_row(report))
 
-        async def measure() -> Sweep:
+        started: list[Sweep] = []
+
+        async def measure() -> None:
             async with serve_client.connected(
                 url, model=model, api_key=api_key, highest_token_id=highest_token_id
             ) as client:
                 runs = Sweep(client, work, objectives, max_concurrency, show)
+                started.append(runs)
                 await runs.warm_up(num_warmups)
                 if is_sweep and not as_json:
                     typer.echo(serve_report.sweep_header(objectives))
@@ -183,9 +188,18 @@ def serve(
                     await runs.run_up_to_capacity(sweep)
                 for one in asked:
                     await runs.run(one)
-                return runs
 
-        runs = asyncio.run(measure())
+        is_interrupted = False
+        try:
+            asyncio.run(measure())
+        except KeyboardInterrupt:
+            is_interrupted = True
+            # Of a run that was cut short only the fast requests are there: no figures of it.
+            num_runs = len(started[0].reports) if started else 0
+            typer.echo(f"octavo: interrupted; whole runs that count: {num_runs}", err=True)
+            if not num_runs:
+                raise typer.Exit(_INTERRUPTED) from None
+        runs = started[0]
         reports = runs.reports
         if csv is not None:
             serve_report.write_csv(csv, reports)
@@ -198,5 +212,7 @@ def serve(
             print_json({"runs": reports} if is_sweep else reports[0])
         elif not is_sweep:
             typer.echo(serve_report.table(reports[0]))
+        if is_interrupted:
+            raise typer.Exit(_INTERRUPTED)
         if not all(report["completed"] for report in reports):
             raise typer.Exit(1)

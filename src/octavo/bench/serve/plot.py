@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench.serve.report import check_writable, objectives_text
+from octavo.bench.serve.report import objectives_text
 from octavo.config import ConfigError
 
 if TYPE_CHECKING:
@@ -20,18 +19,6 @@ _LATENCIES = {
     "e2el": "end-to-end latency",
 }
 _LINES = {"median": "-o", "p90": "--s", "p99": ":^"}
-
-
-def require_plots(path: Path) -> None:
-    """Raises `ConfigError` where ``path`` could not be drawn, before minutes of measuring."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install the extra octavo[plots]")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.lower().lstrip(".") not in kinds:
-        raise ConfigError(f"--plot {path}: the name must end in .{', .'.join(sorted(kinds))}")
-    check_writable(path)
 
 
 def plot(reports: Sequence[dict[str, Any]], path: Path, caption: str) -> None:

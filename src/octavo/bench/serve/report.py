@@ -117,12 +117,6 @@ def write_requests_csv(
     _write(path, [*names, *latencies, "error"], rows)
 
 
-def check_writable(path: Path | None) -> None:
-    """Raises `ConfigError` where a file could not be written, before minutes of measuring."""
-    if path is not None and not path.resolve().parent.is_dir():
-        raise ConfigError(f"{path}: the directory {path.resolve().parent} does not exist; make it")
-
-
 def _write(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     try:
         with path.open("w", newline="", encoding="utf-8") as file:

@@ -54,8 +54,8 @@ def _gated_wide_linear(
 
 def suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `gated_wide_linear` takes these, and is the fastest that does: rows that fill one
-    tile by half or two nearly, 16-bit elements, a tile of weights for most multiprocessors, and a chip
-    that has the accelerator. (At 192 rows half of a second tile is empty: over a whole step the
+    tile by half or two nearly, 16-bit elements, a tile of weights for most multiprocessors, a chip
+    with the accelerator. (At 192 rows half of a second tile is empty: over a whole step the
     library is 7 % faster there.)"""
     tiles = triton.cdiv(weight.shape[0] // 2, _FEATURES)
     rows = x.shape[0]

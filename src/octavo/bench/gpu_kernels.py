@@ -56,10 +56,13 @@ _PROJECTIONS = {
     "head": (128256, 4096),
 }
 _ROWS = (1, 8, 32, 64, 128)
+BYTES, OPERATIONS = "bytes", "operations"
+"""What a kernel's time is compared by: what it reads and writes, or what it multiplies."""
 
 
 def run() -> dict[str, Any]:
-    """All figures, ready for JSON; times in µs, rates in TB/s or TFLOP/s."""
+    """All figures, ready for JSON; times in µs, amounts in bytes or operations, rates in TB/s or
+    TFLOP/s."""
     ceilings = Ceilings.measure()
     with torch.inference_mode():
         figures = [
@@ -81,10 +84,11 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         f"{report['gpu']}: reads {report['read_tb_per_s']:.2f} TB/s, multiplies "
         f"{report['matmul_tflop_per_s']:.0f} TFLOP/s",
-        f"{'kernel':<30} {'µs':>9} {'rate':>8} {'share':>6}  beside it",
+        f"{'kernel':<30} {'µs':>9} {'amount':>14} {'rate':>8} {'share':>6}  beside it",
     ]
     lines += [
-        f"{f['kernel']:<30} {f['us']:>9.1f} {f['rate']:>8.2f} {f['share']:>6.2f}  {f['beside']}"
+        f"{f['kernel']:<30} {f['us']:>9.1f} {_amount(f):>14} {f['rate']:>8.2f} {f['share']:>6.2f}  "
+        f"{f['beside']}"
         for f in report["figures"]
     ]
     return "\n".join(lines)
@@ -116,8 +120,8 @@ def _products(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
             num_bytes = outputs * inputs * 2
             chosen = tiling(rows, outputs, inputs)
             kind = "library" if chosen is None else f"split {chosen.splits}"
-            yield _figure(
-                f"product {name} {rows} ({kind})", own, num_bytes, ceilings.read_bytes, 1e12,
+            yield figure(
+                f"product {name} {rows} ({kind})", own, num_bytes, ceilings.read_bytes,
                 f"library {library * 1e6:.1f} µs",
             )  # fmt: skip
         if name == "head" or not ceilings.fp8_flops:
@@ -130,12 +134,12 @@ def _products(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
             x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
             own = _captured(partial(_each_fp8, linear, x, narrow, scales), len(narrow))
             library = _captured(partial(_each_fp8, _scaled, x, narrow, scales), len(narrow))
-            amount, ceiling = outputs * inputs, ceilings.read_bytes
+            amount, ceiling, of = outputs * inputs, ceilings.read_bytes, BYTES
             if rows > 128:
-                amount, ceiling = 2 * rows * outputs * inputs, ceilings.fp8_flops
-            yield _figure(
-                f"fp8 product {name} {rows}", own, amount, ceiling, 1e12,
-                f"rounded and by the library {library * 1e6:.1f} µs",
+                amount, ceiling, of = 2 * rows * amount, ceilings.fp8_flops, OPERATIONS
+            yield figure(
+                f"fp8 product {name} {rows}", own, amount, ceiling,
+                f"rounded and by the library {library * 1e6:.1f} µs", of,
             )  # fmt: skip
 
 
@@ -208,8 +212,8 @@ def _decode(ceilings: Ceilings, name: str, lengths: list[int]) -> Iterator[dict[
         beside = [
             f"{other} {_captured(run, len(layers)) * 1e6:.1f} µs" for other, run in others.items()
         ]
-        yield _figure(
-            f"{kind}decode {name}", seconds, num_bytes, ceilings.read_bytes, 1e12,
+        yield figure(
+            f"{kind}decode {name}", seconds, num_bytes, ceilings.read_bytes,
             ", ".join([f"{int(parts.count)} parts", *beside]),
         )  # fmt: skip
 
@@ -246,9 +250,9 @@ def _prefills(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         works |= prefills(queries, layer, tables, chunk, out)
         for name, work in works.items():
             seconds = gpu_seconds(work)
-            yield _figure(
+            yield figure(
                 f"prefill {count} of {context}, {name}", seconds, flops, ceilings.matmul_flops,
-                1e12, "",
+                "", OPERATIONS,
             )  # fmt: skip
 
 
@@ -260,8 +264,8 @@ def _copies(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         sources, destinations = order[:count].clone(), order[512 : 512 + count].clone()
         seconds = gpu_seconds(partial(copy_blocks, kv, sources, destinations))
         library = gpu_seconds(partial(_assign, kv, sources.long(), destinations.long()))
-        yield _figure(
-            f"block copy {count}", seconds, 2 * count * kv[0].nbytes, ceilings.read_bytes, 1e12,
+        yield figure(
+            f"block copy {count}", seconds, 2 * count * kv[0].nbytes, ceilings.read_bytes,
             f"indexed {library * 1e6:.1f} µs",
         )  # fmt: skip
 
@@ -284,22 +288,30 @@ def _edits(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         edited = EditedRows(order, order, order)
         work = partial(edit_logits, logits, edited, state, out, has_biases=False, has_phrases=False)
         num_bytes = logits.nbytes + words.nbytes + out.nbytes
-        yield _figure(
-            f"penalties {rows}", gpu_seconds(work), num_bytes, ceilings.read_bytes, 1e12, ""
-        )
+        yield figure(f"penalties {rows}", gpu_seconds(work), num_bytes, ceilings.read_bytes, "")
 
 
-def _figure(
-    kernel: str, seconds: float, amount: float, ceiling: float, unit: float, beside: str
+def figure(
+    kernel: str, seconds: float, amount: float, ceiling: float, beside: str, of: str = BYTES
 ) -> dict[str, Any]:
+    """What is told of a kernel that takes ``amount`` bytes, or operations, where a device does
+    ``ceiling`` a second."""
     rate = amount / seconds
     return {
         "kernel": kernel,
         "us": seconds * 1e6,
-        "rate": rate / unit,
+        "amount": amount,
+        "of": of,
+        "rate": rate / 1e12,
         "share": rate / ceiling,
         "beside": beside,
     }
+
+
+def _amount(told: dict[str, Any]) -> str:
+    if told["of"] == BYTES:
+        return f"{told['amount'] / 1e6:,.1f} MB"
+    return f"{told['amount'] / 1e9:,.1f} GFLOP"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from engine.test_beams import mixed, reference
 from engine.test_virtual import SIZE, arena_of, build_virtual, num_files, num_maps
 from engine.tiny_engine import TOKEN_BYTES, is_idle, make_llm, pool, run, save_gguf
 from octavo import SamplingParams
-from octavo.core.plan import int_array
+from octavo.core.plan import StepPlan, int_array
 from octavo.core.request import (
     AsleepError,
     ContextLengthError,
@@ -171,7 +173,24 @@ def test_registered_prefixes_go_to_sleep_for_good(chatty: Path) -> None:
     llm.close()
 
 
-def test_churn_with_resizes_leaves_nothing_behind(model: Path) -> None:
+def counted_forks(core: EngineCore) -> list[int]:
+    """Gets, from now on, how many sequences each plan forks."""
+    counts: list[int] = []
+    launch: Callable[[StepPlan], None] = core.executor.launch
+
+    def noting(plan: StepPlan) -> None:
+        counts.append(len(plan.row_forks) + len(plan.fan_outs))
+        launch(plan)
+
+    core.executor.launch = noting  # type: ignore[method-assign]
+    return counts
+
+
+def test_churn_with_resizes_leaves_nothing_behind(
+    model: Path, request: pytest.FixtureRequest
+) -> None:
+    """Hundreds of requests, ``--long`` thousands, with samples, beams, swaps and hits, while the
+    pool changes and sleeps."""
     gc.collect()
     before = (num_maps(), num_files())
     core = build_virtual(
@@ -181,13 +200,22 @@ def test_churn_with_resizes_leaves_nothing_behind(model: Path) -> None:
     at_start = pages.num_handles
     generator = np.random.default_rng(0)
     resizing = core.scheduler.resizing
-    for number in range(0, 1600, 8):
-        params = SamplingParams(temperature=float(number % 2), ignore_eos=True)
+    forks = counted_forks(core)
+    num_requests = 2000 if request.config.getoption("--long") else 200
+    for number in range(0, 8 * num_requests, 8):
+        kind = number // 8 % 4
+        params = SamplingParams(
+            temperature=float(kind % 2), ignore_eos=True, use_beam_search=kind == 2
+        )
         prompt = [*range(3, 3 + 8 * (number % 3)), *generator.integers(3, 24, 1 + number % 13)]
-        core.scheduler.add(Request(number, int_array(prompt), params, 3 + number % 17, number))
-        core.step()
+        made = Request(number, int_array(prompt), params, 3 + number % 17, number)
+        if kind >= 2:
+            made = replace(made, n=2, beam_width=2 * (kind == 2))
+        core.scheduler.add(made)
+        if number // 8 % 2:  # they come faster than they end
+            core.step()
         if number % 40 == 32:
-            resizing.resize(int(generator.integers(12, 40)))
+            resizing.resize(int(generator.integers(14, 24)))
         if number % 400 == 392:
             while core.has_work:
                 assert all(f.reason is not FinishReason.ERROR for f in core.step().finished)
@@ -202,6 +230,8 @@ def test_churn_with_resizes_leaves_nothing_behind(model: Path) -> None:
     resizing.resize(20)
     while core.has_work:
         assert all(f.reason is not FinishReason.ERROR for f in core.step().finished)
+    assert sum(forks) > num_requests // 4
+    assert core.scheduler.num_swaps > num_requests // 20
     assert pages.num_handles == at_start
     assert pages.resident_bytes <= pages.num_handles * pages.block_bytes
     core.close()

@@ -263,8 +263,10 @@ def num_files() -> int:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_churn_leaves_nothing_behind(flat: Path, depth: int) -> None:
-    """Hundreds of requests with samples, beams, swaps, hits and aborts."""
+def test_churn_leaves_nothing_behind(
+    flat: Path, depth: int, request: pytest.FixtureRequest
+) -> None:
+    """Hundreds of requests, ``--long`` thousands, with samples, beams, swaps, hits and aborts."""
     gc.collect()
     before = (num_maps(), num_files())
     core = build_virtual(
@@ -280,25 +282,28 @@ def test_churn_leaves_nothing_behind(flat: Path, depth: int) -> None:
     assert isinstance(pages, memfd.MemfdPages)
     at_start = (pages.num_mappings, pages.num_handles)
     generator = np.random.default_rng(depth)
-    for number in range(0, 3200, 8):
+    num_requests = 4000 if request.config.getoption("--long") else 400
+    for number in range(0, 8 * num_requests, 8):
         kind = number // 8 % 4
         params = SamplingParams(temperature=float(kind % 2), use_beam_search=kind == 2)
         prompt = [*range(3, 3 + 8 * (number % 3)), *generator.integers(3, 24, 1 + number % 13)]
-        request = Request(number, int_array(prompt), params, 3 + number % 17, seed=number)
+        made = Request(number, int_array(prompt), params, 3 + number % 17, seed=number)
         if kind == 2:
-            request = replace(request, n=2, beam_width=3)
+            made = replace(made, n=2, beam_width=3)
         if kind == 3:
-            request = replace(request, n=3)
-        core.scheduler.add(request)
+            made = replace(made, n=3)
+        core.scheduler.add(made)
         # Faster than they end.
         for _ in range(number // 8 % 2):
             core.step()
         if number % 40 == 32:
             core.scheduler.abort(number - 16)
         core.scheduler.check()
+        while core.scheduler.num_waiting > 200:
+            core.step()
     while core.has_work:
         assert all(f.reason is not FinishReason.ERROR for f in core.step().finished)
-    assert core.scheduler.num_swaps > 20
+    assert core.scheduler.num_swaps > num_requests // 20
     manager = core.scheduler.manager
     assert isinstance(manager, VirtualManager)
     assert arena.num_mapped_blocks == manager.num_mapped_blocks > 0

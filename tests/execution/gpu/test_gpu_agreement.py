@@ -92,3 +92,44 @@ def test_scores_are_close_to_float32(
     print(f"{length} tokens: mean error {error.mean():.4f}, agreement {agreement:.4f}")
     assert error.mean() < most
     assert agreement > least
+
+
+@pytest.mark.parametrize("kv", ["paged", "virtual"])
+def test_generated_tokens_are_close_to_float32(tmp_path: Path, kv: str) -> None:
+    """Of rows that decode together, every token that was generated: its log probability, and
+    whether Transformers would have chosen it after the same tokens."""
+    reference = tiny_llama(**SHAPE).float()
+    reference.save_pretrained(tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path), device="cuda", dtype="bfloat16", kv=kv, kv_memory="1GiB",
+        max_num_seqs=8,
+    )  # fmt: skip
+    core, _ = build_engine(config)
+    random = np.random.default_rng(1)
+    prompts = [random.integers(3, SHAPE["vocab_size"], 5 + 90 * row).tolist() for row in range(8)]
+    for row, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, logprobs=0)
+        core.scheduler.add(Request(row, int_array(prompt), params, max_tokens=64, seed=0))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    scores: list[list[float]] = [[] for _ in prompts]
+    while core.has_work:
+        outputs = core.step()
+        if outputs.logprobs is None:
+            continue
+        told = outputs.logprobs.scores.logprobs
+        for row, token, score in zip(outputs.numbers, outputs.token_ids, told, strict=True):
+            tokens[row].append(int(token))
+            scores[row].append(float(score))
+    core.close()
+    errors, same = [], []
+    for prompt, own, found in zip(prompts, tokens, scores, strict=True):
+        assert len(own) == 64
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt + own[:-1]])).logits[0, len(prompt) - 1 :]
+        expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(own)[:, None])[:, 0]
+        errors.append(np.abs(np.array(found) - expected.numpy()))
+        same.append(logits.argmax(dim=-1).numpy() == np.array(own))
+    error, agreement = float(np.mean(errors)), float(np.mean(same))
+    print(f"{kv}, 8 rows of 64 generated tokens: mean error {error:.4f}, agreement {agreement:.4f}")
+    assert error < 0.02
+    assert agreement > 0.93

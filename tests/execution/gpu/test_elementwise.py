@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from execution.gpu.references import ints, make_pool, rotate, tolerance
+from execution.gpu.test_attention import GRID
 from octavo.execution.kernels.activation import silu_and_mul
 from octavo.execution.kernels.fp8 import quantize_rows
 from octavo.execution.kernels.gpu import SplitSum
@@ -208,21 +209,16 @@ def test_a_gate_of_parts(device: torch.device) -> None:
     torch.testing.assert_close(y, F.silu(gate) * up)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "block_size", "has_norm", "has_rope"),
-    [(6, 2, 16, 4, True, True), (4, 4, 24, 8, False, True), (3, 1, 80, 16, False, False)],
-)
-def test_rotation_and_writing(
+def run_rotation(
     device: torch.device,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
+    sizes: tuple[int, int, int, int],
+    *,
     has_norm: bool,
     has_rope: bool,
-    kv_dtype: torch.dtype,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> None:
+    num_heads, num_kv_heads, head_dim, block_size = sizes
     shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
     pool = make_pool([40, 18], **shape, dtype=kv_dtype, device=device)
     before = pool.kv_layer.float()
@@ -234,7 +230,7 @@ def test_rotation_and_writing(
     norms = torch.rand(num_heads + num_kv_heads, head_dim, device=device) if has_norm else None
     queries = rope_and_write(
         SplitSum(parts), pool.kv_layer, rows, positions, pool.tables, cos, sin, num_heads,
-        head_norms=norms, eps=1e-5, dtype=torch.float32, kv_scales=pool.scales,
+        head_norms=norms, eps=1e-5, dtype=dtype, kv_scales=pool.scales,
     )  # fmt: skip
     heads = parts.sum(0).view(3, -1, head_dim)
     turned, values = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
@@ -242,13 +238,14 @@ def test_rotation_and_writing(
         turned = F.rms_norm(turned, (head_dim,), eps=1e-5) * norms
     if has_rope:
         turned = rotate(turned, cos[positions.long()], sin[positions.long()])
-    torch.testing.assert_close(queries, turned[:, :num_heads])
+    assert queries.dtype == dtype
+    torch.testing.assert_close(queries.float(), turned[:, :num_heads], **tolerance(dtype))
     for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
         block = int(pool.tables[row, position // block_size])
         written = pool.kv_layer.float()[block, position % block_size]
         expected = torch.stack([turned[token, num_heads:], values[token]])
         if pool.scales is None:
-            torch.testing.assert_close(written, expected)
+            torch.testing.assert_close(written, expected, **tolerance(kv_dtype))
         else:
             # What is beyond the largest value is cut off; the quotient's last bit may differ.
             exact = (expected / pool.scales[:, :, None]).clamp(-448, 448)
@@ -257,3 +254,61 @@ def test_rotation_and_writing(
             assert bool((written == exact.to(kv_dtype).float()).float().mean() > 0.99)
         before[block, position % block_size] = written
     torch.testing.assert_close(pool.kv_layer.float(), before, equal_nan=True)  # and nothing else
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("sizes", "has_norm", "has_rope"),
+    [((6, 2, 16, 4), True, True), ((4, 4, 24, 8), False, True), ((3, 1, 80, 16), False, False)],
+)
+def test_rotation_and_writing(
+    device: torch.device,
+    sizes: tuple[int, int, int, int],
+    has_norm: bool,
+    has_rope: bool,
+    kv_dtype: torch.dtype,
+) -> None:
+    run_rotation(device, sizes, has_norm=has_norm, has_rope=has_rope, kv_dtype=kv_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("sizes", GRID)
+def test_rotation_and_writing_over_a_grid(
+    device: torch.device, sizes: tuple[int, int, int, int], kv_dtype: torch.dtype
+) -> None:
+    for has_norm in (False, True):
+        run_rotation(
+            device, sizes, has_norm=has_norm, has_rope=True, dtype=torch.bfloat16, kv_dtype=kv_dtype
+        )
+
+
+# Around every edge of the tiles and of what is chosen by the number of rows.
+EDGES = (1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129, 192, 224, 225, 256, 257)
+
+
+def run_products(device: torch.device, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight = (torch.randn(outputs, inputs, device=device) / inputs**0.5).to(dtype)
+    x = torch.randn(max(EDGES), inputs, device=device).to(dtype)
+    expected = x.double() @ weight.double().T
+    gate, up = expected.chunk(2, dim=-1)
+    gated = F.silu(gate) * up
+    for rows in EDGES:
+        y = whole(linear(x[:rows], weight, None), dtype)
+        torch.testing.assert_close(y.double(), expected[:rows], **tolerance(dtype))
+        y = gated_linear(x[:rows], weight, None)
+        torch.testing.assert_close(y.double(), gated[:rows], **tolerance(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (16384, 2048)],
+)
+def test_products_of_an_8b_and_a_1b(
+    device: torch.device, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    run_products(device, outputs, inputs, dtype)

@@ -9,7 +9,7 @@
     startup        from the start of a process to its first token
     load           the same, reading a checkpoint (written before) from the page cache
     sampling       decode 64 again, every row with penalties, or with log probabilities
-    swap           blocks to host memory and back
+    swap           blocks to host memory and back, and beside decode steps
     deterministic  decode, with the same bits whatever the batch
 
 Floors are those of `floors`, at the rates of `ceilings`.
@@ -168,43 +168,6 @@ def prefill(llm: LLM, num_tokens: int, ceilings: Ceilings) -> Figure:
     return _timed(f"prefill {num_tokens}", "ms", seconds * 1e3, floor_ms)
 
 
-def swap(llm: LLM, ceilings: Ceilings) -> list[Figure]:
-    """All host blocks out and in again; needs ``swap_memory``."""
-    import torch
-
-    from octavo.core.plan import Batch, StepPlan, SwapIn, SwapOut, int_array
-
-    runner = llm._core.executor.runner  # type: ignore[attr-defined]
-    arena = runner.arena
-    count = len(arena.host) - 1
-    blocks = int_array(np.random.default_rng(0).permutation(arena.num_blocks - 1)[:count] + 1)
-    host = int_array(np.arange(1, count + 1))
-    figures = []
-    commands = {"out": SwapOut(blocks, host), "in": SwapIn(-1, host, blocks)}
-    for way, ceiling in (("out", ceilings.to_host_bytes), ("in", ceilings.from_host_bytes)):
-        best = float("inf")
-        for _ in range(3):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            plan = StepPlan(step_id=0, batch=Batch.empty(), commands=(commands[way],))
-            runner.collect(runner.launch(plan))
-            torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - started)
-        rate = count * arena.layout.block_bytes / best
-        notes = f"{count} blocks of {arena.layout.block_bytes / 2**20:.2f} MiB"
-        figures.append(
-            Figure(
-                work=f"swap {way}",
-                unit="GB/s",
-                figure=rate / 1e9,
-                floor=ceiling / 1e9,
-                share=rate / ceiling,
-                notes=notes,
-            )
-        )
-    return figures
-
-
 def startup(name: str, **options: Any) -> Figure:
     """A process of its own, with the caches as they are."""
     code = (
@@ -279,11 +242,13 @@ def _run(
     if "load" in works:
         tell(load(name))
     ceilings = Ceilings.measure()
-    swapping = {"preemption": "swap", "swap_memory": "1GiB"} if "swap" in works else {}
-    with open_llm(name, prefix_caching=False, **swapping, **options) as llm:
+    hosting = {"preemption": "swap", "swap_memory": "1GiB"} if "swap" in works else {}
+    with open_llm(name, prefix_caching=False, **hosting, **options) as llm:
         engine = str(llm.report)
         if "swap" in works:
-            tell(*swap(llm, ceilings))
+            from octavo.bench import swapping
+
+            tell(*swapping.alone(llm, ceilings), swapping.beside_decode(llm, ceilings))
         for rows in DECODE_ROWS if "decode" in works else ():
             tell(decode(llm, rows, ceilings))
         if "sampling" in works:

@@ -1,5 +1,6 @@
-"""Many requests with samples, beams, swaps, hits and aborts leave no mapping and no memory behind:
-in memory files here, in driver pages on a GPU, where there are more of them."""
+"""Many requests with samples, beams, swaps, hits, aborts and resizes leave no mapping and no memory
+behind: in memory files here, in driver pages on a GPU, where there are more of them, and thousands
+with ``--long``."""
 
 from __future__ import annotations
 
@@ -47,10 +48,12 @@ def request(number: int, unit: int) -> Request:
 
 
 @pytest.mark.parametrize("maps_forks", [False, True] if ON_GPU else [True])
-def test_churn_leaves_nothing_behind(model: Path, maps_forks: bool) -> None:
+def test_churn_leaves_nothing_behind(
+    model: Path, maps_forks: bool, pytestconfig: pytest.Config
+) -> None:
     core = gpu_engine(
         model, num_blocks=8, depth=2, chunk=64, num_host_blocks=16, kv="virtual",
-        maps_forks=maps_forks,
+        maps_forks=maps_forks, max_blocks=10,
     )  # fmt: skip
     runner = core.executor.runner  # type: ignore[attr-defined]
     arena, slots, manager = runner.arena, runner.arena.slots, core.scheduler.manager
@@ -59,8 +62,14 @@ def test_churn_leaves_nothing_behind(model: Path, maps_forks: bool) -> None:
     slots.mapper.wait()
     at_start = (pages.num_mappings, pages.num_handles)
     unit = 122 if ON_GPU else 6  # decoding crosses into new blocks
-    for number in range(0, 8 * NUM_REQUESTS, 8):
+    is_long = ON_GPU and pytestconfig.getoption("--long")
+    num_requests = 2000 if is_long else NUM_REQUESTS
+    sizes, num_resizes = np.random.default_rng(1), 0
+    for number in range(0, 8 * num_requests, 8):
         core.scheduler.add(request(number, unit))
+        if number % 40 == 16:
+            core.scheduler.resizing.resize(int(sizes.integers(7, 9)))
+            num_resizes += 1
         for _ in range(number // 8 % 3):
             core.step()
         if number % 40 == 32:
@@ -68,8 +77,10 @@ def test_churn_leaves_nothing_behind(model: Path, maps_forks: bool) -> None:
         core.scheduler.check()
         while core.scheduler.num_waiting > 8:
             core.step()
+    core.scheduler.resizing.resize(7)
     while core.has_work:
         assert all(f.reason is not FinishReason.ERROR for f in core.step().finished)
+    assert num_resizes >= num_requests // 5
     assert core.scheduler.num_swaps or not ON_GPU
     assert slots.num_mapped_blocks == manager.num_mapped_blocks > 0
     command = manager.forget_places()

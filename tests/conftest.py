@@ -3,6 +3,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,11 @@ except OSError:
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
 settings.register_profile("long", deadline=None, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # So shells start what runs in the background, and processes that tests interrupt inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @atexit.register

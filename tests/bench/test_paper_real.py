@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from engine.tiny_engine import TOKEN_BYTES, save_gguf, save_llama
+from octavo.bench.paper import block_kernels, figure19, real
 from octavo.bench.paper.engines import ALL_MANAGERS, engines_of, plain_request
 from octavo.bench.paper.managers import MANAGERS
 from octavo.bench.paper.report import PaperOptions
@@ -80,6 +82,48 @@ def test_figure_15_saves_blocks(gguf: Path, tmp_path: Path) -> None:
     for by_width in found.values():
         assert list(by_width) == ["2", "3"]
         assert 0 < by_width["2"] < by_width["3"] < 100
+
+
+def test_block_sizes_in_a_real_service(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(real._BLOCK_SIZES, "cpu", (4, 32))
+    monkeypatch.setattr(block_kernels, "_CONTEXT", 40)
+    found = json.loads(figure("18", gguf, "--rates", "60", "--duration", "0.2", "--json"))
+    assert list(found) == ["4", "32"]
+    for values in found.values():
+        assert all(value > 0 for value in values.values())
+        assert values["kernel_ratio"] == values["scattered_ms"] / values["consecutive_ms"]
+
+
+def test_swapping_and_recomputing_on_a_real_engine(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(real._BLOCK_SIZES, "cpu", (4,))
+    trace = tmp_path / "lengths.csv"
+    # A real trace's lengths are scaled down to 64 of 2048.
+    trace.write_text("prompt_tokens,output_tokens\n" + "300,1500\n" * 3)
+    work = ("--trace", str(trace), "--rates", "2000", "--duration", "0.02")
+    text = figure("19", gguf, *work)
+    assert "63 tokens out and in again, or computed again; the least of 5" in text
+    assert "492 tokens of KV cache" in text
+    (line,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["4"])
+    _, recompute, swap, layered, *service, preemptions = line
+    assert layered == "–", "a layout that the engine does not have"
+    assert all(float(value) > 0 for value in (recompute, *service))
+    assert float(swap) >= 0
+    assert min(map(int, preemptions.split("/"))) > 0, "the pool was too small for what came"
+
+
+def test_what_is_swapped_comes_back(gguf: Path) -> None:
+    """The engine that is timed holds as much in the host's memory as in its pool."""
+    options = PaperOptions(model=str(gguf), device="cpu", threads=1, max_model_len=64)
+    with engines_of(options, ("paged",), preemption="swap").open("paged") as engine:
+        arena = engine.core.executor._runner.arena  # type: ignore[attr-defined]
+        assert len(arena.host) - 1 >= engine.pool.num_blocks
+        arena.kv.normal_()
+        before = arena.kv.clone()
+        figure19._swap(engine)
+        assert arena.kv.equal(before)
+        assert not arena.host[1:].equal(torch.zeros_like(arena.host[1:]))
 
 
 def test_every_manager_is_the_engines_own(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_swapping_costs_a_copy_for_each_block_or_each_layer() -> None:
 
 @pytest.mark.parametrize("figure", ["18", "19"])
 def test_the_command(figure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"octavo.bench.paper.figure{figure}.SIZES", (16, 64))
+    monkeypatch.setattr(SimulatedEngines, "block_sizes", (16, 64))
     done = CliRunner().invoke(
         app, ["bench", "paper", "--figure", figure, "--num-requests", "12", "--simulated", "--json"]
     )

@@ -40,6 +40,7 @@ from octavo.execution.kernels.prefill_attention import (
 )
 from octavo.execution.prefill_tiles import TileCutter
 
+_DEVICE, _DTYPE = "cuda", torch.bfloat16
 _HEADS, _KV_HEADS, _DIM, _BLOCK = 32, 8, 128, 16
 _DECODE = ((1, 4096), (16, 1024), (64, 1024), (64, 8192), (256, 512), (256, 2048), (8, 65536))
 # Rows of unlike lengths: what the longest of them take beside the others.
@@ -165,19 +166,23 @@ def _scaled(
     return scaled_linear(x, weight, scales, bias)
 
 
-def _pool(rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[layer, block, token, K|V, kv_head, head_dim]`` and random tables over its blocks."""
-    per_row = -(-context // _BLOCK)
+def _pool(
+    rows: int, context: int, block_size: int = _BLOCK, *, is_scattered: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[layer, block, token, K|V, kv_head, head_dim]`` and tables over its blocks, random ones or
+    one block after the other."""
+    per_row = -(-context // block_size)
     num_blocks = rows * per_row + 1
-    num_layers = 8 if num_blocks < 40_000 else 1
-    shape = (num_blocks, _BLOCK, num_layers, 2, _KV_HEADS, _DIM)
-    kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    order = torch.randperm(num_blocks - 1, device="cuda").to(torch.int32) + 1
+    num_layers = 8 if num_blocks * block_size < 640_000 else 1
+    shape = (num_blocks, block_size, num_layers, 2, _KV_HEADS, _DIM)
+    kv = torch.randn(shape, device=_DEVICE, dtype=_DTYPE)
+    ordered = torch.randperm if is_scattered else torch.arange
+    order = ordered(num_blocks - 1, device=_DEVICE).to(torch.int32) + 1
     return kv.permute(2, 0, 1, 3, 4, 5), order.view(rows, per_row).contiguous()
 
 
 def _ints(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
+    return torch.tensor(values, dtype=torch.int32, device=_DEVICE)
 
 
 def _decodes(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
@@ -187,10 +192,22 @@ def _decodes(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         yield from _decode(ceilings, name, lengths)
 
 
-def _decode(ceilings: Ceilings, name: str, lengths: list[int]) -> Iterator[dict[str, Any]]:
+def decode_seconds(rows: int, context: int, block_size: int, *, is_scattered: bool) -> float:
+    """One layer's attention for ``rows`` of ``context`` tokens over blocks of ``block_size``, in
+    random places or one after the other."""
+    with torch.inference_mode():
+        layers, tables = _pool(rows, context, block_size, is_scattered=is_scattered)
+        work, _ = _decode_work([context] * rows, layers, tables)
+        return _captured(partial(work, layers, None), len(layers))
+
+
+def _decode_work(
+    lengths: list[int], layers: torch.Tensor, tables: torch.Tensor
+) -> tuple[Callable[..., None], int]:
+    """What attends for one token of each row over given layers with given scales, and in how many
+    parts."""
     rows = len(lengths)
-    layers, tables = _pool(rows, max(lengths))
-    queries = torch.randn(rows, _HEADS, _DIM, device="cuda", dtype=torch.bfloat16)
+    queries = torch.randn(rows, _HEADS, _DIM, device=_DEVICE, dtype=_DTYPE)
     out = torch.empty_like(queries)
     row_ids, last = _ints(list(range(rows))), _ints([length - 1 for length in lengths])
     parts = decode_parts(
@@ -199,29 +216,35 @@ def _decode(ceilings: Ceilings, name: str, lengths: list[int]) -> Iterator[dict[
     workspace = DecodeWorkspace(
         len(parts.table), rows, _KV_HEADS, _DIM, _HEADS // _KV_HEADS, out.device
     )
+    return partial(_decode_layers, queries, (parts, tables, out, workspace)), int(parts.count)
+
+
+def _decode(ceilings: Ceilings, name: str, lengths: list[int]) -> Iterator[dict[str, Any]]:
+    layers, tables = _pool(len(lengths), max(lengths))
+    work, num_parts = _decode_work(lengths, layers, tables)
     num_bytes = sum(lengths) * _KV_HEADS * _DIM * 4
     for kind in ("", "fp8 ") if ceilings.fp8_flops else ("",):
         scales = None
         if kind:
             layers, num_bytes = layers.to(torch.float8_e4m3fn), num_bytes // 2
             scales = torch.ones(2, _KV_HEADS, device="cuda")
-        work = partial(_decode_layers, queries, layers, (parts, tables, out, workspace), scales)
-        seconds = _captured(work, len(layers))
+        seconds = _captured(partial(work, layers, scales), len(layers))
         # Others are told one length of all rows.
+        queries = torch.randn(len(lengths), _HEADS, _DIM, device="cuda", dtype=torch.bfloat16)
         others = {} if kind or len(set(lengths)) > 1 else decoders(queries, layers, tables)
         beside = [
             f"{other} {_captured(run, len(layers)) * 1e6:.1f} µs" for other, run in others.items()
         ]
         yield figure(
             f"{kind}decode {name}", seconds, num_bytes, ceilings.read_bytes,
-            ", ".join([f"{int(parts.count)} parts", *beside]),
+            ", ".join([f"{num_parts} parts", *beside]),
         )  # fmt: skip
 
 
 def _decode_layers(
     queries: torch.Tensor,
-    layers: torch.Tensor,
     arguments: tuple[Any, ...],
+    layers: torch.Tensor,
     scales: torch.Tensor | None,
 ) -> None:
     for layer in layers:

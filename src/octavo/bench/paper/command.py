@@ -185,11 +185,11 @@ def check_effect(figure: str, takes: frozenset[str], given: Collection[str]) -> 
     Raises:
         ConfigError: an option does not go with the figure, or with what runs it.
     """
-    from octavo.bench.paper.registry import SIMULATED_ONLY
+    from octavo.bench.paper.registry import REAL_TAKES
 
     is_real = "model" in given
-    if is_real and figure in SIMULATED_ONLY:
-        raise ConfigError(f"leave out --model: {SIMULATED_ONLY[figure]}")
+    if is_real:
+        takes = REAL_TAKES.get(figure, takes)
     only_real = {"max_model_len", "device", "threads"}
     takes = takes | {"model"} | (only_real if is_real else {"scale"})
     for name in given:

@@ -15,6 +15,7 @@ from octavo.core.plan import IntArray
 from octavo.core.request import Finished, FinishReason, Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
+from octavo.scheduling.preemption import PreemptionPolicy
 from octavo.workload.items import WorkItem
 
 if TYPE_CHECKING:
@@ -66,6 +67,14 @@ class Engines(Protocol):
     length_scale: float
 
     @property
+    def block_sizes(self) -> Sequence[int]:
+        """Those that are worth comparing."""
+
+    @property
+    def device(self) -> str:
+        """Whose kernels are compared: ``cpu`` or ``cuda``."""
+
+    @property
     def conditions(self) -> str: ...
 
     def open(self, name: str) -> AbstractContextManager[Engine]:
@@ -75,8 +84,11 @@ class Engines(Protocol):
 MakeRequest: TypeAlias = Callable[["Engine", int, WorkItem], Request]
 
 
-def engines_of(options: PaperOptions, names: Sequence[str]) -> Engines:
-    """Those of a real model where one is named, else simulated ones; ``names`` will be opened.
+def engines_of(
+    options: PaperOptions, names: Sequence[str], *, preemption: str = "recompute"
+) -> Engines:
+    """Those of a real model where one is named, else simulated ones; ``names`` will be opened. To
+    swap, they have as much memory of the host as the pool has.
 
     Raises:
         ConfigError, ModelStoreError, WorkloadError: there can be no such engine or pool, which
@@ -93,12 +105,19 @@ def engines_of(options: PaperOptions, names: Sequence[str]) -> Engines:
             block_size=options.block_size,
             max_model_len=options.max_model_len,
             names=names,
+            preemption=preemption,
         )
     from octavo.bench.paper.machine import paper_opt13b_a100
     from octavo.bench.paper.simulated import SimulatedEngines
 
     pool = pool_of(options.scale, options.num_blocks, options.block_size)
-    return SimulatedEngines(pool, paper_opt13b_a100(pool.block_size), scale=options.scale)
+    return SimulatedEngines(
+        pool,
+        paper_opt13b_a100(pool.block_size),
+        scale=options.scale,
+        preemption=PreemptionPolicy(mode=preemption),
+        num_host_blocks=pool.num_blocks if preemption == "swap" else 0,
+    )
 
 
 def plain_request(engine: Engine, number: int, item: WorkItem) -> Request:

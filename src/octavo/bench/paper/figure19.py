@@ -7,64 +7,107 @@ of ours is one copy, whatever the number of layers; both layouts are shown.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from octavo.bench.paper.machine import A100, ASSUMED, OPT_13B, paper_opt13b_a100
-from octavo.bench.paper.managers import pool_of
-from octavo.bench.paper.report import SHAREGPT, PaperOptions, PaperReport, Row, lengths
-from octavo.bench.paper.serving import serve
-from octavo.bench.paper.simulated import SimulatedEngines
+import numpy as np
+
+from octavo.bench.paper.engines import Engine, engines_of, plain_request
+from octavo.bench.paper.machine import A100, OPT_13B, assumed, paper_opt13b_a100
+from octavo.bench.paper.one_rate import (
+    MANAGER,
+    TAKES,
+    check_rate,
+    conditions,
+    serve_at_one_rate,
+)
+from octavo.bench.paper.report import PaperOptions, PaperReport, Row
 from octavo.core.layout import num_blocks_for
-from octavo.scheduling.preemption import PreemptionPolicy
+from octavo.core.plan import Batch, StepPlan, SwapIn, SwapOut, int_array
 from octavo.simulate.load import StepLoad
-from octavo.workload.arrivals import arrival_times, with_arrivals
+from octavo.workload.items import WorkItem
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WAYS = ("recompute", "swap")
 CONTEXT = 256
 # Of one copy between host and device that is too small to matter otherwise.
 COPY_S = 8e-6
 RATE = 5.0
-_NUM_REQUESTS = 400
-TAKES = frozenset({"trace", "num_requests"})
+_ROUNDS = 5
+__all__ = ["CONTEXT", "COPY_S", "RATE", "TAKES", "WAYS", "draw", "measure", "overheads_ms"]
 
 
 def measure(options: PaperOptions) -> PaperReport:
-    pool = pool_of(options.scale)
-    items = lengths(options, pool.max_model_len, _NUM_REQUESTS)
-    times = arrival_times("poisson", len(items), rate=RATE, seed=options.seed)
+    check_rate(options)
     values: dict[str, dict[str, float]] = {}
-    for size in SIZES:
-        found = overheads_ms(size)
-        sized = pool_of(options.scale, None, size)
+    is_real = options.model is not None
+    for size in engines_of(options, (MANAGER,)).block_sizes:
+        sized = replace(options, block_size=size)
+        found = {} if is_real else overheads_ms(size)
         for way in WAYS:
-            engines = SimulatedEngines(
-                sized,
-                paper_opt13b_a100(size),
-                preemption=PreemptionPolicy(mode=way),
-                num_host_blocks=sized.num_blocks if way == "swap" else 0,
-            )
-            with engines.open("paged") as engine:
-                served = serve(engine, with_arrivals(items, times))
+            engines = engines_of(sized, (MANAGER,), preemption=way)
+            with engines.open(MANAGER) as engine:
+                num_tokens = _context(engine)
+                if is_real:
+                    found |= measured_ms(engine, way)
+                served = serve_at_one_rate(options, engines, engine, RATE)
             found[f"{way}_normalized_latency_s"] = served.normalized_latency_s
             found[f"{way}_preemptions"] = served.num_preemptions
         values[str(size)] = found
+    how = (
+        f"the least of {_ROUNDS}, each of an idle engine"
+        if is_real
+        else f"{COPY_S * 1e6:g} µs for each copy beside its bytes"
+    )
     return PaperReport(
         title="Figure 19: swapping and recomputation",
         conditions=(
-            f"Overhead: {CONTEXT} tokens out and in again, or computed again; {COPY_S * 1e6:g} µs "
-            f"for each copy beside its bytes. Service: {len(items)} requests of "
-            f"{options.trace or SHAREGPT} lengths "
-            f"at {RATE:g} a second over the simulated executor. {ASSUMED}"
+            f"Overhead: {num_tokens} tokens out and in again, or computed again; {how}. "
+            f"{conditions(options, engines, RATE)}{assumed(options)}"
         ),
         values=values,
         rows=[{"block_size": size, **found} for size, found in values.items()],
-        text=_text(values),
+        text=_text(values, num_tokens),
     )
+
+
+def measured_ms(engine: Engine, way: str) -> dict[str, float]:
+    """What it takes an idle engine to give up ``CONTEXT`` tokens, or its longest prompt if that is
+    shorter, and to have them back."""
+    seconds = []
+    for number in range(_ROUNDS + 1):
+        started = time.perf_counter()
+        if way == "swap":
+            _swap(engine)
+        else:
+            item = WorkItem(0.0, _context(engine), 1)
+            engine.core.scheduler.add(plain_request(engine, number, item))
+            while engine.core.has_work:
+                engine.core.step()
+        seconds.append(time.perf_counter() - started)
+    # The first compiles, or touches the host's memory for the first time.
+    name = "swap_one_ms" if way == "swap" else "recompute_ms"
+    return {name: min(seconds[1:]) * 1e3}
+
+
+def _context(engine: Engine) -> int:
+    return min(CONTEXT, engine.pool.max_model_len - 1)
+
+
+def _swap(engine: Engine) -> None:
+    """Blocks of nobody, to as many of the host's and back."""
+    count = num_blocks_for(_context(engine), engine.pool.block_size)
+    random = np.random.default_rng(0)
+    blocks = int_array(random.permutation(engine.pool.num_blocks)[:count] + 1)
+    host = int_array(np.arange(1, count + 1))
+    executor = engine.core.executor
+    for command in (SwapOut(blocks, host), SwapIn(-1, host, blocks)):
+        executor.launch(StepPlan(step_id=0, batch=Batch.empty(), commands=(command,)))
+        executor.collect()
 
 
 def overheads_ms(block_size: int) -> dict[str, float]:
@@ -91,18 +134,20 @@ def overheads_ms(block_size: int) -> dict[str, float]:
     }
 
 
-def _text(values: dict[str, dict[str, float]]) -> str:
+def _text(values: dict[str, dict[str, float]], num_tokens: int) -> str:
     lines = [
-        f"{CONTEXT} tokens given up and had back, ms; then normalized latency, s a token",
+        f"{num_tokens} tokens given up and had back, ms; then normalized latency, s a token",
         f"{'block':>6}{'recompute':>11}{'swap':>9}{'swap, 80 copies a block':>25}"
         f"{'recompute':>12}{'swap':>9}{'preemptions':>14}",
     ]
-    lines += [
-        f"{size:>6}{v['recompute_ms']:>11.1f}{v['swap_one_ms']:>9.1f}{v['swap_layered_ms']:>25.1f}"
-        f"{v['recompute_normalized_latency_s']:>12.4f}{v['swap_normalized_latency_s']:>9.4f}"
-        f"{v['recompute_preemptions']:>8.0f}/{v['swap_preemptions']:.0f}"
-        for size, v in values.items()
-    ]
+    for size, v in values.items():
+        layered = v.get("swap_layered_ms")
+        shown = f"{'–':>25}" if layered is None else f"{layered:>25.1f}"
+        lines.append(
+            f"{size:>6}{v['recompute_ms']:>11.1f}{v['swap_one_ms']:>9.1f}{shown}"
+            f"{v['recompute_normalized_latency_s']:>12.4f}{v['swap_normalized_latency_s']:>9.4f}"
+            f"{v['recompute_preemptions']:>8.0f}/{v['swap_preemptions']:.0f}"
+        )
     return "\n".join(lines)
 
 
@@ -114,7 +159,8 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
         ("swap_one_ms", "swap, one copy a block"),
         ("swap_layered_ms", "swap, a copy a layer, K and V"),
     ):
-        overhead.plot(places, [float(row[key]) for row in rows], marker="o", label=label)
+        if key in rows[0]:
+            overhead.plot(places, [float(row[key]) for row in rows], marker="o", label=label)
     overhead.set_yscale("log")
     overhead.set_ylabel(f"ms for {CONTEXT} tokens")
     for way in WAYS:

@@ -35,6 +35,8 @@ from octavo.layout_command import load_config, token_layout
 # Of the longest sequence, in tokens: several reservations fit, as in the paper's pool.
 _POOL_SEQUENCES = SCALES["opt-13b"].num_blocks * SCALES["opt-13b"].block_size / MAX_MODEL_LEN
 _CPU_MAX_MODEL_LEN = 512
+# A GPU's kernels are for blocks of 8 tokens and more.
+_BLOCK_SIZES = {"cpu": (1, 4, 16, 64, 256), "cuda": (8, 16, 32, 64, 128)}
 
 
 class RealEngine:
@@ -122,6 +124,7 @@ class RealEngines:
         block_size: int | None = None,
         max_model_len: int | None = None,
         names: Sequence[str] = (),
+        preemption: str = "recompute",
     ) -> None:
         self._name = model
         self._is_random = model in SHAPES or model.endswith(".json")
@@ -138,12 +141,13 @@ class RealEngines:
         # The first that takes time.
         from octavo.engine.build import choose_device
 
-        self._device = choose_device(device)
+        self.device = choose_device(device)
         if max_model_len is None:
-            most = _CPU_MAX_MODEL_LEN if self._device == "cpu" else MAX_MODEL_LEN
+            most = _CPU_MAX_MODEL_LEN if self.device == "cpu" else MAX_MODEL_LEN
             max_model_len = min(most, config.max_position_embeddings)
         self._block_size = block_size
         self._threads = threads
+        self._preemption = preemption
         size = block_size or BLOCK_SIZE
         self.pool = Pool(
             num_blocks=num_blocks or num_blocks_for(int(_POOL_SEQUENCES * max_model_len), size),
@@ -159,7 +163,7 @@ class RealEngines:
     def _check_managers(self, names: Sequence[str], config: ModelConfig) -> None:
         """Raises `ConfigError` where one cannot run this model here, before the others have."""
         others = [name for name in names if name.removesuffix(SHARED) != "virtual"]
-        if self._device == "cpu" and others and find_spec("numba") is None:
+        if self.device == "cpu" and others and find_spec("numba") is None:
             raise ConfigError(
                 f"managers {', '.join(others)} need numba on a CPU, which is not installed; "
                 "install it, or ask for --managers virtual"
@@ -167,7 +171,7 @@ class RealEngines:
         if len(others) == len(names) or self._block_size is None:
             return
         page_bytes = host_page_bytes()
-        if self._device == "cuda":
+        if self.device == "cuda":
             from octavo.execution.pages.cuda import cuda_page_bytes
 
             page_bytes = cuda_page_bytes()
@@ -179,6 +183,10 @@ class RealEngines:
                 f"the manager virtual cannot run here: {error}; leave block_size out, or name "
                 f"other managers: {','.join(others) or 'paged'}"
             ) from error
+
+    @property
+    def block_sizes(self) -> Sequence[int]:
+        return _BLOCK_SIZES[self.device]
 
     @property
     def conditions(self) -> str:
@@ -213,7 +221,7 @@ class RealEngines:
             yield engine
         finally:
             engine.close()
-            if self._device == "cuda":
+            if self.device == "cuda":
                 import torch
 
                 torch.cuda.empty_cache()
@@ -222,7 +230,7 @@ class RealEngines:
         base = name.removesuffix(SHARED)
         options: dict[str, Any] = {
             "model": self._path,
-            "device": self._device,
+            "device": self.device,
             "threads": self._threads,
             "load_format": "dummy" if self._is_random else "auto",
             "block_size": self._block_size,
@@ -230,7 +238,10 @@ class RealEngines:
             "max_model_len": self.pool.max_model_len,
             "max_queued_requests": 1_000_000,
             "prefix_caching": name.endswith(SHARED),
+            "preemption": self._preemption,
         }
+        if self._preemption == "swap":
+            options["swap_memory"] = str(self.pool.num_bytes)
         if base in ("paged", "virtual"):
             options["kv"] = base
         else:
@@ -238,7 +249,7 @@ class RealEngines:
             options |= {"kv": "contiguous", "reserve": reserve}
         if base == STATIC:
             options["scheduler"] = "static"
-        if self._device == "cpu" and base != "virtual":
+        if self.device == "cpu" and base != "virtual":
             # The kernel of paging for reservations, too: only memory differs.
             options["attention"] = "compiled"
         return options

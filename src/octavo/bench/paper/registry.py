@@ -14,6 +14,7 @@ from octavo.bench.paper import (
     figure16,
     figure18,
     figure19,
+    one_rate,
 )
 from octavo.bench.paper.report import PaperOptions, PaperReport, Row
 
@@ -42,14 +43,5 @@ FIGURES: dict[str, PaperFigure] = {
     "18": figure18,
     "19": figure19,
 }
-SIMULATED_ONLY = {
-    "18": (
-        "figure 18 measures this CPU's kernel and simulates the service; for a real engine's, give "
-        "figure 12 another block size"
-    ),
-    "19": (
-        "figure 19 compares what swapping and computing again cost on the paper's machine; "
-        "octavo bench gpu swap and prefill measure both rates on a GPU"
-    ),
-}
-"""Figures without a real engine, and why."""
+REAL_TAKES: dict[str, frozenset[str]] = {"18": one_rate.REAL_TAKES, "19": one_rate.REAL_TAKES}
+"""``TAKES`` of a real engine, where they are others."""

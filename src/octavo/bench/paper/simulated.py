@@ -56,6 +56,8 @@ class SimulatedEngines:
     as ``preemption`` says, with ``num_host_blocks`` to swap to."""
 
     length_scale = 1.0
+    device = "cpu"
+    block_sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from octavo.engine import gpu_parts
 from octavo.engine.build_gpu import warm_up
 from octavo.execution.device import CUDADevice, Device, PlainDevice
 from octavo.execution.gpu_runner import PendingStep
+from octavo.execution.staging import Staging
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
@@ -203,3 +204,31 @@ def test_the_watch_sees_waiting() -> None:
         event.synchronize()
     watch.num_collected = 1
     event.synchronize()
+
+
+def test_what_a_decode_step_sends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing while nothing changes, one copy for all rows that go on in new blocks."""
+    sends: list[int] = []
+    send = Staging.send
+
+    def counted(staging: Staging, count: int) -> torch.Tensor:
+        sends.append(count)
+        return send(staging, count)
+
+    monkeypatch.setattr(Staging, "send", counted)
+    core = gpu_engine(model, num_blocks=30, depth=1, chunk=32)
+    launch, found = core.executor.launch, []
+
+    def noting(plan: StepPlan) -> None:
+        sends.clear()
+        launch(plan)
+        if len(plan.batch.rows) == plan.batch.num_tokens:
+            found.append((len(plan.table_deltas), len(sends)))
+
+    monkeypatch.setattr(core.executor, "launch", noting)
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    prompts = [int_array([3 + row] * 7) for row in range(3)]
+    run(core, [Request(row, prompt, params, 9, seed=0) for row, prompt in enumerate(prompts)])
+    core.close()
+    # The first also sends which rows decode. Blocks of four: all three cross at once.
+    assert found == [(0, 1), (3, 1), (0, 0), (0, 0), (0, 0), (3, 1), (0, 0), (0, 0)]

@@ -93,7 +93,9 @@ def test_every_part_is_told() -> None:
     assert report.fields()["memory"]["kv_bytes"] == 54 * GIB
     ready = decode_from_engine(encode(Ready(report)))
     assert ready == Ready(report)
-    engine: Any = SimpleNamespace(report=report, stats=EngineStats(), num_outstanding=0, pid=None)
+    engine: Any = SimpleNamespace(
+        report=report, stats=EngineStats(), num_outstanding=0, pid=None, error=None
+    )
     text = Metrics(engine).text().decode()
     values = re.findall(r'octavo_gpu_memory_bytes\{part="[\w ]+"\} (\S+)', text)
     assert sum(map(float, values)) == 80 * GIB

@@ -1,4 +1,4 @@
-"""The GPU's engine with weights, and with keys and values, in fp8."""
+"""The GPU's engine with weights in fp8, and with keys and values in fp8 and fp16."""
 
 from __future__ import annotations
 
@@ -110,3 +110,31 @@ def test_what_keys_and_values_are_kept_in(model: Path) -> None:
     fp8 = dataclasses.replace(decoder.config.fp8, kv=True)
     decoder.config = dataclasses.replace(decoder.config, fp8=fp8)
     assert resolve_kv_dtype("auto", decoder) == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32", "fp16"), ("float16", "auto")] + [("bfloat16", "fp16")] * torch.cuda.is_available(),
+)
+def test_keys_and_values_in_16_bits(model: Path, dtype: str, kv_dtype: str) -> None:
+    """Of a prompt in chunks and of generated tokens: close to float32, and rounded."""
+    prompt = np.random.default_rng(5).integers(3, 96, 12).tolist()
+    found: list[float] = []
+    core = gpu_engine(model, num_blocks=60, depth=1, chunk=9, dtype=dtype, kv_dtype=kv_dtype)
+    assert core.executor.runner.arena.kv.dtype == torch.float16  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
+    core.scheduler.add(Request(0, int_array(prompt), params, 3, seed=0))
+    while core.has_work:
+        outputs = core.step()
+        prompt += outputs.token_ids.tolist()
+        for piece in outputs.prompt_logprobs:
+            found += piece.scores.logprobs.tolist()
+        if outputs.logprobs is not None:
+            found += outputs.logprobs.scores.logprobs.tolist()
+    core.close()
+    decoder = load_model(model, dtype="float32")
+    logits = decoder.logits(ReferenceAttention(decoder, None).run(prompt[:-1]))
+    expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert len(found) == len(expected) == 14
+    error = (torch.tensor(found) - expected).abs().mean()
+    assert 1e-6 < error < (0.05 if dtype == "bfloat16" else 0.01)

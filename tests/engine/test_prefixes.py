@@ -31,9 +31,12 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf")
 
 
-@pytest.fixture
-def llm(gguf: Path) -> Iterator[LLM]:
-    with make_llm(gguf, max_model_len=128, kv_memory=pool(16)) as llm:
+@pytest.fixture(params=["paged", "virtual"])
+def llm(gguf: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with make_llm(
+        gguf, kv=request.param, attention="auto", block_size=16, max_model_len=128,
+        kv_memory=pool(16),
+    ) as llm:  # fmt: skip
         yield llm
         llm._core.scheduler.check()
 

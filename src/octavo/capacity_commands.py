@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo import options
+from octavo.bench.workload_options import check_lengths
 from octavo.config import DEFAULT_MODEL, ConfigError, parse_size
 from octavo.layout_command import load_config
 from octavo.options import DEFAULTS
@@ -94,6 +95,7 @@ def calibrate(
 
 
 def plan(
+    context: typer.Context,
     slo: Annotated[
         str,
         typer.Option(
@@ -169,6 +171,7 @@ def plan(
 ) -> None:
     """Find the replicas that serve a workload within its objectives, and what they cost."""
     with readable_errors():
+        check_lengths(context, trace)
         check_plot("--plot", plot)
         from octavo.simulate.calibration import load_calibration
         from octavo.simulate.capacity import Planner

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
 from engine.tiny_engine import make_llm, save_gguf
 from octavo.bench.throughput import latency, throughput
+from octavo.cli import app
 from octavo.workload.items import WorkItem
 
 
@@ -16,3 +20,22 @@ def test_outputs_have_the_workloads_lengths(tmp_path: Path) -> None:
     assert report["batch_size"] == 2
     assert report["output_tokens"] == 8
     assert 0 < report["latency_ms"]["min"] <= report["latency_ms"]["max"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "throughput", "--trace", "x.csv", "--input-len", "5"], "--input-len is for"),
+        (["bench", "serve", "--trace", "x.csv", "--output-len", "5"], "--output-len is for fixed"),
+        (["bench", "serve", "--max-total-len", "99"], "--max-total-len leaves out requests of a"),
+        (["bench", "throughput", "--max-total-len", "99"], "--max-total-len leaves out requests"),
+        (
+            ["plan", "--slo", "itl_p99=1s", "--rate", "1", "--trace", "x.csv", "--input-len", "9"],
+            "--input-len is for fixed lengths: leave it out, or --trace",
+        ),
+    ],
+)
+def test_lengths_that_would_change_nothing_are_refused(arguments: list[str], message: str) -> None:
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 1
+    assert message in found.output

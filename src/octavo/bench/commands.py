@@ -18,6 +18,7 @@ from octavo.bench.workload_options import (
     OutputLen,
     Seed,
     Trace,
+    check_lengths,
 )
 from octavo.config import DEFAULT_MODEL
 from octavo.options import DEFAULTS
@@ -230,6 +231,7 @@ def throughput(
 ) -> None:
     """Offline throughput: every request of the workload submitted at once, in process."""
     with readable_errors():
+        check_lengths(context, trace)
         from octavo.bench.throughput import throughput
         from octavo.engine.llm import LLM
         from octavo.workload.workload import make_workload

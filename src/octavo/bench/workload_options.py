@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from octavo.config import ConfigError
+
 PANEL = "Workload"
 Trace = Annotated[
     str | None,
@@ -27,3 +29,20 @@ MaxTotalLen = Annotated[
     typer.Option(help="Leave out longer requests of a trace.", rich_help_panel=PANEL),
 ]
 Seed = Annotated[int, typer.Option(help="Makes the workload repeatable.", rich_help_panel=PANEL)]
+
+
+def check_lengths(context: typer.Context, trace: str | None) -> None:
+    """Refuse what would change nothing: lengths beside a trace's, a limit without a trace.
+
+    Raises:
+        ConfigError: such an option was given.
+    """
+    names = ("input_len", "output_len") if trace is not None else ("max_total_len",)
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        option = "--" + name.replace("_", "-")
+        if trace is not None:
+            raise ConfigError(f"{option} is for fixed lengths: leave it out, or --trace")
+        raise ConfigError(f"{option} leaves out requests of a trace: give --trace, or leave it out")

@@ -16,6 +16,7 @@ from octavo.bench.workload_options import (
     OutputLen,
     Seed,
     Trace,
+    check_lengths,
 )
 from octavo.output_files import check_plot, check_writable
 from octavo.terminal import print_json, readable_errors
@@ -31,6 +32,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def serve(
+    context: typer.Context,
     url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = (
         "http://127.0.0.1:8000"
     ),
@@ -129,6 +131,7 @@ def serve(
 ) -> None:
     """Load on a server: throughput, latencies and goodput, at one rate or several."""
     with readable_errors():
+        check_lengths(context, trace)
         import asyncio
 
         from octavo.bench.serve import client as serve_client

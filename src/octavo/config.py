@@ -37,10 +37,8 @@ ATTENTION_BACKENDS = (
 # Which read slots, contiguous addresses of any kind, and block tables.
 _OVER_SLOTS = ("stock", "mixed")
 _OVER_ADDRESSES = ("contiguous",)
-_OVER_TABLES = ("compiled", "gather")
 _DOES_NOT_GO_WITH = {
     "paged": (*_OVER_SLOTS, *_OVER_ADDRESSES),
-    "virtual": _OVER_TABLES,
     # Its block tables are true ones, of consecutive blocks.
     "contiguous": _OVER_SLOTS,
 }
@@ -210,12 +208,12 @@ class EngineConfig:
 
     def _check_combinations(self) -> None:
         """Refuse what would contradict another option, or change nothing beside it."""
-        if self.attention in _DOES_NOT_GO_WITH[self.kv]:
+        if self.attention in _DOES_NOT_GO_WITH.get(self.kv, ()):
             raise ConfigError(
                 f"attention={self.attention} does not go with kv={self.kv}: "
-                f"{', '.join(_OVER_SLOTS)} read slots, which only kv=virtual has, "
-                f"{', '.join(_OVER_ADDRESSES)} reads contiguous addresses, which kv=paged has not, "
-                f"and {', '.join(_OVER_TABLES)} read block tables; use attention=auto"
+                f"{', '.join(_OVER_SLOTS)} read slots, which only kv=virtual has, and "
+                f"{', '.join(_OVER_ADDRESSES)} reads contiguous addresses, which kv=paged has not; "
+                "use attention=auto"
             )
         if self.reserve is not None and self.kv != "contiguous":
             raise ConfigError(

@@ -198,10 +198,27 @@ def test_another_system_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_translation_and_the_backend_must_agree(model: Path) -> None:
-    for kv, attention in (("virtual", "gather"), ("virtual", "compiled"), ("paged", "contiguous")):
-        match = f"attention={attention} does not go with kv={kv}: .* use attention=auto"
-        with pytest.raises(ConfigError, match=match):
-            build(model, kv=kv, attention=attention)
+    match = r"attention=contiguous does not go with kv=paged: .* use attention=auto"
+    with pytest.raises(ConfigError, match=match):
+        build(model, kv="paged", attention="contiguous")
+
+
+@pytest.mark.parametrize("attention", ["compiled", "gather"])
+def test_kernels_over_tables_read_the_pool_view(model: Path, attention: str) -> None:
+    """While slots are mapped as ever."""
+    core, report = build(
+        model,
+        kv="virtual",
+        attention=attention,
+        block_size=SIZE,
+        kv_memory=pool(9, SIZE),
+        max_num_seqs=7,
+        preemption="swap",
+        swap_memory=pool(100, SIZE),
+    )
+    assert report.attention == attention
+    check(core, REQUESTS, alone())
+    assert core.scheduler.num_swaps >= 5
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -244,14 +261,14 @@ def test_layers_are_padded_where_they_must_be(tmp_path: Path) -> None:
     assert mappable_layout(layout, None, 128, page).block_bytes % page == 0
     odd = save_llama(tmp_path, num_hidden_layers=15, num_key_value_heads=1)
     found = []
-    for kv in ("paged", "virtual"):
+    for kv, attention in (("paged", "auto"), ("virtual", "auto"), ("virtual", "compiled")):
         core, report = build(
-            odd, kv=kv, attention="auto", block_size=16, kv_memory="2MiB", max_num_seqs=9
+            odd, kv=kv, attention=attention, block_size=16, kv_memory="2MiB", max_num_seqs=9
         )
         assert report.capacity.block_bytes % page == 0 or kv == "paged"
         found.append(run(core, REQUESTS[:9]))
         core.close()
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def num_maps() -> int:

@@ -111,20 +111,21 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
     )
     sliding_window = limits.model_config.sliding_window or 0
     slots: SlotOptions | None = None
-    attention: AttentionBackend
     if config.kv == "virtual":
         arena = build_slots(layout, num_blocks, model.dtype, host_blocks, limits)
         # There is no kernel here that would read the rows of one batch in two ways.
         slots = SlotOptions(arena.max_mapped_blocks, limits.max_model_len, maps_forks=True)
-        attention_name = "contiguous"
-        attention = ContiguousAttention(arena, model.num_heads, model.rope, sliding_window)
     else:
         arena = Arena(layout, num_blocks, model.dtype, host_blocks)
-        if config.kv == "contiguous" and config.attention in ("auto", "contiguous"):
-            attention_name = "contiguous"
-            attention = RunAttention(arena, model.num_heads, model.rope, sliding_window)
-        else:
-            attention_name, attention = _attention(config.attention, arena, model, sliding_window)
+    attention: AttentionBackend
+    if config.kv != "paged" and config.attention in ("auto", "contiguous"):
+        attention_name, contiguous = "contiguous", RunAttention
+        if isinstance(arena, VirtualArena):
+            contiguous = ContiguousAttention
+        attention = contiguous(arena, model.num_heads, model.rope, sliding_window)
+    else:
+        # Under `virtual` through the pool view, which has every block in order.
+        attention_name, attention = _attention(config.attention, arena, model, sliding_window)
     runner = Runner(
         model,
         arena,

@@ -162,12 +162,11 @@ class RealEngines:
 
     def _check_managers(self, names: Sequence[str], config: ModelConfig) -> None:
         """Raises `ConfigError` where one cannot run this model here, before the others have."""
-        others = [name for name in names if name.removesuffix(SHARED) != "virtual"]
-        if self.device == "cpu" and others and find_spec("numba") is None:
+        if self.device == "cpu" and find_spec("numba") is None:
             raise ConfigError(
-                f"managers {', '.join(others)} need numba on a CPU, which is not installed; "
-                "install it, or ask for --managers virtual"
+                "a CPU compares managers by the compiled kernel, which needs numba: install it"
             )
+        others = [name for name in names if name.removesuffix(SHARED) != "virtual"]
         if len(others) == len(names) or self._block_size is None:
             return
         page_bytes = host_page_bytes()
@@ -249,8 +248,8 @@ class RealEngines:
             options |= {"kv": "contiguous", "reserve": reserve}
         if base == STATIC:
             options["scheduler"] = "static"
-        if self.device == "cpu" and base != "virtual":
-            # The kernel of paging for reservations, too: only memory differs.
+        if self.device == "cpu":
+            # The kernel of paging for reservations and slots, too: only memory differs.
             options["attention"] = "compiled"
         return options
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from octavo.bench.gpu_kernels import OPERATIONS, figure, table
+from octavo.bench import gpu_row_kernels
+from octavo.bench.ceilings import Ceilings
+from octavo.bench.gpu_kernels import table
+from octavo.bench.gpu_row_kernels import Sizes, row_kernels
+from octavo.bench.kernel_figures import OPERATIONS, figure
 
 
 def test_a_figure_has_time_amount_rate_and_share() -> None:
@@ -37,3 +44,39 @@ def test_a_figure_has_time_amount_rate_and_share() -> None:
     assert "0.80" in first
     assert "500.0 GFLOP" in second
     assert "0.62" in second
+
+
+def test_kernels_of_rows_run_as_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, where nothing is told of time."""
+    monkeypatch.setattr(gpu_row_kernels, "_LAUNCHES", 2)
+    outputs: list[object] = []
+
+    def timed(work: Callable[[], object], count: int) -> float:
+        found = work()
+        assert isinstance(found, list)
+        assert len(found) == count
+        outputs.extend(found)
+        return 1e-6
+
+    sizes = Sizes(
+        hidden=32, features=48, heads=4, kv_heads=2, head_dim=16, vocab=300, prefix=24, block=8,
+        rows=(3,), gated_rows=(2,), prefix_rows=(5,),
+    )  # fmt: skip
+    ceilings = Ceilings(
+        read_bytes=1e12, matmul_flops=1e14, fp8_flops=0, to_host_bytes=1e10, from_host_bytes=1e10
+    )
+    told = list(row_kernels(ceilings, timed, sizes, "cpu", torch.float32))
+    amounts = {each["kernel"]: (each["amount"], each["of"]) for each in told}
+    assert amounts == {
+        "norm 3": (4 * 3 * 32 * 4, "bytes"),
+        "activation 3": (3 * 3 * 48 * 4, "bytes"),
+        "rotate and write 3": (2 * 3 * 8 * 16 * 4, "bytes"),
+        "likeliest 3": (3 * 300 * 4, "bytes"),
+        "top-k and top-p 3": (3 * 300 * 4, "bytes"),
+        "gated product 2": (96 * 32 * 4, "bytes"),
+        "prefix 5 x 24": (4 * 5 * 24 * 4 * 16, "operations"),
+    }
+    assert "library, then activation 1.0 µs" in told[-2]["beside"]
+    tensors = [each for each in outputs if isinstance(each, torch.Tensor)]
+    assert len(tensors) >= 2 * 5
+    assert all(tensor.isfinite().all() for tensor in tensors)

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from octavo.bench.ceilings import Ceilings, gpu_seconds
+from octavo.bench.gpu_row_kernels import row_kernels
+from octavo.bench.kernel_figures import BYTES, OPERATIONS, figure
 from octavo.bench.other_attention import decoders, prefills
 from octavo.execution.attention.dense import DenseChunk, dense_attention, dense_count
 from octavo.execution.attention.paged import SHARES
@@ -57,8 +59,6 @@ _PROJECTIONS = {
     "head": (128256, 4096),
 }
 _ROWS = (1, 8, 32, 64, 128)
-BYTES, OPERATIONS = "bytes", "operations"
-"""What a kernel's time is compared by: what it reads and writes, or what it multiplies."""
 
 
 def run() -> dict[str, Any]:
@@ -72,6 +72,7 @@ def run() -> dict[str, Any]:
             *_prefills(ceilings),
             *_copies(ceilings),
             *_edits(ceilings),
+            *row_kernels(ceilings, _captured),
         ]
     return {
         "read_tb_per_s": ceilings.read_bytes / 1e12,
@@ -312,23 +313,6 @@ def _edits(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         work = partial(edit_logits, logits, edited, state, out, has_biases=False, has_phrases=False)
         num_bytes = logits.nbytes + words.nbytes + out.nbytes
         yield figure(f"penalties {rows}", gpu_seconds(work), num_bytes, ceilings.read_bytes, "")
-
-
-def figure(
-    kernel: str, seconds: float, amount: float, ceiling: float, beside: str, of: str = BYTES
-) -> dict[str, Any]:
-    """What is told of a kernel that takes ``amount`` bytes, or operations, where a device does
-    ``ceiling`` a second."""
-    rate = amount / seconds
-    return {
-        "kernel": kernel,
-        "us": seconds * 1e6,
-        "amount": amount,
-        "of": of,
-        "rate": rate / 1e12,
-        "share": rate / ceiling,
-        "beside": beside,
-    }
 
 
 def _amount(told: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -18,15 +19,23 @@ import zmq
 from engine.toy_process import toy_report
 from octavo.config import EngineConfig
 from octavo.core.plan import StepResult
-from octavo.core.request import FinishReason, Request, RequestError, StepOutputs
+from octavo.core.request import (
+    ContextLengthError,
+    FinishReason,
+    Request,
+    RequestError,
+    StepOutputs,
+)
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.messages import (
     Abort,
     AddRequest,
     Died,
     MessageError,
+    PoolChanged,
     Ready,
     Rejected,
+    ResizePool,
     Shutdown,
     Start,
     StepMessage,
@@ -199,6 +208,55 @@ def test_a_failed_step_fails_its_requests_and_not_the_engine() -> None:
         front.send(AddRequest.of(request(2, [1], 9)))
         front.receive(lambda: 2 in front.reasons)
     assert front.reasons == {1: FinishReason.ERROR, 2: FinishReason.LENGTH}
+
+
+def answers_to(harness: Harness, *messages: ToEngine) -> list[object]:
+    """What the engine says of ``messages``, all of which it reads before its first step."""
+    with sockets() as (front_socket, back):
+        front = Front(front_socket)
+        for message in messages:
+            front.send(message)
+        loop = EngineLoop(harness.core, toy_report(harness.core), back)
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        front.receive(lambda: len(front.others) == len(messages) - len(served(messages)))
+        front.send(Shutdown())
+        thread.join(20)
+        assert not thread.is_alive()
+    return sorted(front.others, key=lambda answer: answer.number)  # type: ignore[attr-defined]
+
+
+def served(messages: tuple[ToEngine, ...]) -> list[AddRequest]:
+    """Requests that are served: those of the numbers below 100."""
+    return [m for m in messages if isinstance(m, AddRequest) and m.number < 100]
+
+
+def test_waking_up_who_is_awake_leaves_a_resize_alone() -> None:
+    answers = answers_to(
+        Harness(),
+        AddRequest.of(request(1, [1] * 40, 60)),
+        ResizePool(1, 5),
+        ResizePool(2, 0, "wake_up"),
+        ResizePool(3, 0, "wake_up"),
+    )
+    assert answers == [PoolChanged(number, 5, False, None, ANY) for number in (1, 2, 3)]
+
+
+def test_a_resize_that_changes_nothing_has_ended_before_the_next_begins() -> None:
+    harness = Harness()
+    same = harness.manager.num_usable_blocks
+    first, second = answers_to(harness, ResizePool(1, same), ResizePool(2, same + 3))
+    assert first == PoolChanged(1, same, False, None, ANY)
+    assert second == PoolChanged(2, same + 3, False, None, ANY)
+
+
+def test_a_request_that_crosses_a_shrink_is_refused_in_the_doors_words() -> None:
+    late = AddRequest.of(request(101, [1] * 10, 60))
+    _, rejected = answers_to(Harness(), ResizePool(1, 5), late)
+    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected.error(), ContextLengthError)
+    assert "holds 20 tokens" in rejected.reason
+    assert "ask for at most 11 tokens" in rejected.reason
 
 
 def test_what_the_core_does_not_foresee_ends_the_engine_with_its_last_words() -> None:

@@ -202,6 +202,21 @@ def test_registered_prefixes_are_kept_and_leave_room() -> None:
         engine.add(request(4, [6] * 5, 1, pins_prefix=True))
 
 
+def test_a_prefix_that_is_kept_already_is_registered_again_whatever_runs() -> None:
+    engine = harness()
+    engine.add(request(1, [7] * 13, 1, pins_prefix=True))
+    engine.run()
+    engine.add(request(2, [1] * 30, 30))
+    engine.step()
+    engine.scheduler.resizing.resize(8)
+    with pytest.raises(RequestError, match="does not fit now: its 1 blocks would leave 4"):
+        engine.add(request(3, [6] * 5, 1, pins_prefix=True))
+    engine.add(request(4, [7] * 13, 1, pins_prefix=True))
+    assert resized(engine) == PoolResized(8)
+    assert engine.manager.num_pinned_blocks == 3
+    assert engine.prefixes[4].error is None
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_asleep_there_is_no_block_and_no_request(depth: int) -> None:
     engine = harness(depth=depth)

@@ -37,7 +37,7 @@ from octavo.engine.wire import (
     ints_in,
     ints_out,
 )
-from octavo.scheduling.admission import Limits, check_beams, check_sampling
+from octavo.scheduling.admission import Limits, check_beams, check_length, check_sampling
 
 # The longest prompt that a config allows is 2**24 tokens of four bytes, the largest step 2**20 of
 # 180 bytes where all ask for the log probabilities of 20; the rest is small.
@@ -112,6 +112,7 @@ class AddRequest(_Message, frozen=True):
 
         Raises:
             RequestError: a value is out of range.
+            ContextLengthError: it is too long for what the pool is becoming.
         """
         try:
             params = _params_decoder.decode(self.params)
@@ -126,7 +127,7 @@ class AddRequest(_Message, frozen=True):
             raise RequestError(f"n {self.n} is out of range")
         if len(self.cache_salt) > MAX_CACHE_SALT_BYTES:
             raise RequestError("the cache salt is too long")
-        if not 1 <= self.max_tokens <= limits.max_length:
+        if self.max_tokens < 1:
             raise RequestError(f"max_tokens {self.max_tokens} is out of range")
         if not 0 <= self.seed < 2**64:
             raise RequestError(f"the seed {self.seed} is out of range")
@@ -137,6 +138,8 @@ class AddRequest(_Message, frozen=True):
         if self.beam_width < 0 or bool(self.beam_width) != params.use_beam_search:
             raise RequestError(f"beam_width {self.beam_width} is out of range")
         check_beams(self.beam_width, self.n, stops, limits)
+        # Again, in the door's words: the pool may have shrunk since it was asked there.
+        check_length(len(prompt), self.max_tokens, self.n, self.beam_width, limits)
         if self.pins_prefix and self.n > 1:
             raise RequestError("a prefix is registered by a request of one sample")
         return Request(

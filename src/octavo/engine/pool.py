@@ -5,10 +5,11 @@ Knows the scheduler's words for it; knows no sockets and no pages.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from octavo.config import ConfigError, parse_size
+from octavo.config import ConfigError, KVMemory
 from octavo.core.plan import KVCapacity
 from octavo.core.request import PoolBusyError, PoolSizeError
 from octavo.engine.core import EngineCore
@@ -43,16 +44,16 @@ def blocks_in(size: str | int, capacity: KVCapacity) -> int:
     Raises:
         PoolSizeError: it is neither, or holds not even one.
     """
+    num_bytes: int | None = None
     if isinstance(size, str):
-        try:
-            num_bytes = parse_size("kv_memory", size)
-        except ConfigError as error:
-            raise PoolSizeError(str(error)) from error
+        # ``auto`` and shares are for the start, when it is known what remains.
+        with contextlib.suppress(ConfigError):
+            num_bytes = KVMemory.parse(size).num_bytes
     elif isinstance(size, int) and not isinstance(size, bool):
         num_bytes = size
-    else:
+    if num_bytes is None:
         raise PoolSizeError(
-            f"kv_memory must be a size such as 2GiB or a number of bytes, got {size!r}"
+            f"kv_memory must be a size such as 2GiB or a number of bytes, got {size!r:.60}"
         )
     if num_bytes >= 1 << 60:
         raise PoolSizeError(f"kv_memory {size} is more than any machine has; ask for less")

@@ -181,6 +181,10 @@ class EngineLoop:
 
     def _resize(self, message: ResizePool) -> None:
         resizing = self._core.scheduler.resizing
+        if message.action == "wake_up" and not resizing.is_asleep:
+            # Nothing to do, whatever resize is under way.
+            self._send(self._pool_changed(message.number, None, ""))
+            return
         try:
             if message.action == "wake_up":
                 resizing.wake_up()
@@ -199,6 +203,8 @@ class EngineLoop:
             self._send(self._pool_changed(earlier, text, PoolBusyError.__name__))
         self._resize_number = message.number
         self._limits = self._current_limits()
+        # One that had nothing to do has ended before the next message is read.
+        self._tell_resized()
 
     def _current_limits(self) -> Limits:
         """What may still be asked for."""

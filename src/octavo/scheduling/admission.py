@@ -132,9 +132,7 @@ def resolve_request(
     num_sequences = beam_width or n
     room = limits.longest(num_prompt, num_sequences) - num_prompt
     max_tokens = params.max_tokens if params.max_tokens is not None else max(room, 1)
-    if max_tokens > room:
-        what = "beams" if beam_width else "samples"
-        raise ContextLengthError(_too_long(num_prompt, max_tokens, num_sequences, what, limits))
+    check_length(num_prompt, max_tokens, n, beam_width, limits)
     stops = params.stop_token_ids
     if not params.ignore_eos:
         # A tokenizer may know ends that the model's vocabulary has no room for.
@@ -153,6 +151,21 @@ def resolve_request(
         n=n,
         beam_width=beam_width,
     )
+
+
+def check_length(
+    num_prompt: int, max_tokens: int, n: int, beam_width: int, limits: Limits
+) -> None:
+    """Check that ``n`` samples, or the beams of a search, fit with their prompt and ``max_tokens``
+    each.
+
+    Raises:
+        ContextLengthError: they never do; the message says what would.
+    """
+    num_sequences = beam_width or n
+    if num_prompt + max_tokens > limits.longest(num_prompt, num_sequences):
+        what = "beams" if beam_width else "samples"
+        raise ContextLengthError(_too_long(num_prompt, max_tokens, num_sequences, what, limits))
 
 
 def check_beams(beam_width: int, n: int, stop_token_ids: tuple[int, ...], limits: Limits) -> None:

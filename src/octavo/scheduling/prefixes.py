@@ -146,7 +146,7 @@ class PrefixRegistry:
             )
         groups = {id(s.group): s.group for s in self._state.sequences.values()}.values()
         needs = [manager.num_blocks_needed(group.request) for group in groups]
-        if left < max(needs, default=0):
+        if num_new and left < max(needs, default=0):
             raise RequestError(
                 f"the prefix does not fit now: its {num_new} blocks would leave {left}, but a "
                 f"request under way may need {max(needs)}; register it again when that has ended"

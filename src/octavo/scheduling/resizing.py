@@ -119,7 +119,8 @@ class PoolResizing:
             PoolBusyError: it is going to sleep just now.
         """
         if self._awake is None:
-            self._ended = PoolResized(self._state.manager.num_usable_blocks)
+            if not self.is_under_way:  # a resize has an end of its own
+                self._ended = PoolResized(self._state.manager.num_usable_blocks)
             return
         if self.is_under_way:
             raise PoolBusyError("the engine is going to sleep or waking up; try again")

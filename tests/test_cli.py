@@ -88,6 +88,28 @@ def test_an_interrupt_while_it_is_being_imported_leaves_no_traceback(
     assert done.stderr == ""
 
 
+def test_an_interrupt_while_the_command_line_is_made_leaves_no_traceback(tmp_path: Path) -> None:
+    """Between the imports and typer's own care."""
+    text = """
+import os, signal, sys
+import typer.main
+
+def make(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    sys.exit('went on')
+
+typer.main.get_command = make
+from octavo.__main__ import main
+main()
+"""
+    (tmp_path / "begin.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "begin.py"), "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 130
+    assert done.stderr == ""
+
+
 def test_bench_simulator_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulator, "ROWS", (1, 4))
     monkeypatch.setattr(simulator.run, "__defaults__", ((1, 4), 20))

@@ -105,12 +105,8 @@ def test_ctrl_c_keeps_the_runs_that_are_whole(fake: FakeServer, tmp_path: Path, 
     # The second rate brings a request now and the next in an hour.
     arguments = ["--rates", "1000,0.0003", "--csv", str(table), "--requests-csv", str(requests)]
     arguments += ["--json"] if form == "json" else []
-    process = start_bench(fake, *arguments)
-    while len(fake.bodies) < 5:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    code, out, errors = interrupted_bench(fake, 5, *arguments)
+    assert code == 130, errors
     assert "interrupted; whole runs that count: 1" in errors
     assert "Traceback" not in errors
     assert [row["request_rate"] for row in rows(table)] == ["1000.0"]
@@ -123,23 +119,30 @@ def test_ctrl_c_keeps_the_runs_that_are_whole(fake: FakeServer, tmp_path: Path, 
 
 def test_ctrl_c_before_any_run_is_whole_writes_nothing(fake: FakeServer, tmp_path: Path) -> None:
     table = tmp_path / "a.csv"
-    process = start_bench(fake, "--rate", "0.0003", "--csv", str(table))
-    while not fake.bodies:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    code, _, errors = interrupted_bench(fake, 1, "--rate", "0.0003", "--csv", str(table))
+    assert code == 130
     assert "interrupted; whole runs that count: 0" in errors
     assert not table.exists()
 
 
-def start_bench(fake: FakeServer, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def interrupted_bench(fake: FakeServer, count: int, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a bench that gets Ctrl-C once it has sent ``count``
+    requests."""
+    with subprocess.Popen(
         [sys.executable, "-m", "octavo", "bench", "serve", "--url", fake.url, *SMALL, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as process:
+        try:
+            while len(fake.bodies) < count:
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            out, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()  # where it is still there
+    return process.returncode, out, errors
 
 
 def test_where_nothing_is_served_the_exit_code_says_so(fake: FakeServer) -> None:

@@ -292,6 +292,12 @@ class ServerConfig:
             if isinstance(values, str) or not all(isinstance(v, str) and v for v in values):
                 raise ConfigError(f"{name} must hold non-empty texts")
             object.__setattr__(self, name, tuple(values))
+        if any(not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+            # Which, is not told: it is a secret.
+            raise ConfigError(
+                "api_keys: one has a space, or a character that not every client sends alike in a "
+                "header; use letters, digits and punctuation of ASCII"
+            )
         _range("port", self.port, 0, 65535)
         _range("max_request_bytes", self.max_request_bytes, 1024, 2**31)
         _range("max_connections", self.max_connections, 1, 1_000_000)

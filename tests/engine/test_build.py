@@ -85,13 +85,28 @@ def test_less_than_two_blocks_is_refused(model: Path, kv_memory: str) -> None:
         build(model, kv_memory=kv_memory)
 
 
-@pytest.mark.parametrize("kv_memory", ["100%", "auto", "1%"])
+@pytest.mark.parametrize("kv_memory", ["100%", "auto", "1%", "16KiB"])
 def test_no_memory_left_is_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, kv_memory: str
 ) -> None:
     monkeypatch.setattr(host, "available_bytes", lambda: 1000)
-    with pytest.raises(ConfigError, match="kv_memory leaves room for 0; give more memory"):
+    with pytest.raises(ConfigError, match="beside weights and .* a step of max_num_seqs .* lower"):
         build(model, kv_memory=kv_memory)
+
+
+def test_a_share_too_small_for_two_blocks_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_memory leaves room for 0; give more memory"):
+        build(model, kv_memory="0.0000001%")
+
+
+@pytest.mark.parametrize("kv_memory", ["64KiB", "auto"])
+def test_too_many_rows_for_the_machine_are_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kv_memory: str
+) -> None:
+    """It is not ``kv_memory`` that asks for too much."""
+    monkeypatch.setattr(host, "available_bytes", lambda: 3 * MIB)
+    with pytest.raises(ConfigError, match="step of max_num_seqs 65536 and max_num_batched_tok"):
+        build(model, kv_memory=kv_memory, max_num_seqs=65536, max_num_batched_tokens=65536)
 
 
 def test_more_than_there_is_is_refused(model: Path) -> None:

@@ -78,8 +78,11 @@ def test_what_is_asked_for() -> None:
     assert shared("auto", graph_bytes=20 * GIB).kv_bytes == 64 * GIB - (22 * GIB + GIB // 2)
     with pytest.raises(ConfigError, match=r"asks for 61.00 GiB but 60.50 GiB .* ask for less"):
         shared("61GiB")
-    with pytest.raises(ConfigError, match=r"at least two blocks .* but 0 bytes"):
-        shared("auto", free_bytes=GIB)
+    for memory in ("auto", "1GiB", "90%"):
+        with pytest.raises(ConfigError, match=r"1.00 GiB are free .* take 3.50 GiB .* lower max_n"):
+            shared(memory, free_bytes=GIB)
+    with pytest.raises(ConfigError, match=r"at least two blocks .* but 100000 bytes"):
+        shared("100000")
 
 
 def test_every_part_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -157,6 +158,17 @@ def test_other_content_types_are_415(server: TinyServer) -> None:
     for headers in ({}, {"Content-Type": "text/plain"}):
         response = httpx.post(server.url + CHAT, content=b"{}", headers=headers)
         assert "application/json" in refused(response, 415)["message"]
+
+
+def test_compressed_bodies_are_415(server: TinyServer) -> None:
+    headers = JSON | {"Content-Encoding": "gzip"}
+    data = gzip.compress(b'{"prompt": "a", "max_tokens": 1}')
+    response = httpx.post(f"{server.url}/v1/completions", headers=headers, content=data)
+    assert "without the header Content-Encoding" in refused(response, 415)["message"]
+    headers["Content-Encoding"] = "identity"
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    response = httpx.post(f"{server.url}/v1/completions", headers=headers, content=body)
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize("factor", [1, 3, 40])

@@ -95,10 +95,17 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
     if config.kv == "virtual":
         layout = mappable_layout(layout, config.block_size, limits.max_model_len, host_page_bytes())
     workspace_bytes = _workspace_bytes(limits.max_num_seqs, limits.max_num_batched_tokens, model)
+    available = host.available_bytes() - workspace_bytes
+    if available < 2 * layout.block_bytes:
+        raise ConfigError(
+            f"no memory remains for the KV cache beside weights and {workspace_bytes / 2**30:.2f} "
+            f"GiB for a step of max_num_seqs {limits.max_num_seqs} and max_num_batched_tokens "
+            f"{limits.max_num_batched_tokens}; lower one of these, or free memory"
+        )
     num_blocks = _num_blocks(
         KVMemory.parse(config.kv_memory),
         layout,
-        available=host.available_bytes() - workspace_bytes,
+        available=available,
         # Without a cache, more than all rows at their longest could never be used.
         most_tokens=None
         if config.kv == "contiguous" or config.caches_prefixes

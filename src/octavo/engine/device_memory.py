@@ -65,12 +65,19 @@ def share_out(
     Raises:
         ConfigError: less remains than ``memory`` asks for, or than two blocks.
     """
-    remaining = free_bytes - workspace_bytes - graph_bytes - sampling_bytes
+    step_bytes = workspace_bytes + graph_bytes + sampling_bytes
+    remaining = free_bytes - step_bytes
+    if remaining < 2 * block_bytes:
+        raise ConfigError(
+            f"no GPU memory remains for the KV cache: {free_bytes / 2**30:.2f} GiB are free beside "
+            f"the weights, and steps take {step_bytes / 2**30:.2f} GiB of workspace, captures and "
+            "sampling; lower max_num_seqs or max_num_batched_tokens, or take a smaller model"
+        )
     if memory.num_bytes is not None:
         wanted = memory.num_bytes
         if wanted > remaining:
             raise ConfigError(
-                f"kv_memory asks for {wanted / 2**30:.2f} GiB but {max(remaining, 0) / 2**30:.2f} "
+                f"kv_memory asks for {wanted / 2**30:.2f} GiB but {remaining / 2**30:.2f} "
                 "GiB of GPU memory remain after weights, workspace and what is kept for captured "
                 "steps and sampling; ask for less"
             )

@@ -22,8 +22,8 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """The body of a JSON request, at most ``limit`` bytes, which arrives within ``timeout_s``.
 
     Raises:
-        APIError: it is larger or late, or is not declared as JSON (which also keeps web pages of
-            other sites from posting to a server on loopback).
+        APIError: it is larger, late or compressed, or is not declared as JSON (which also keeps web
+            pages of other sites from posting to a server on loopback).
         ClientGoneError: the connection closed before the end.
     """
     chunks: list[bytes] = []
@@ -58,6 +58,14 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     if kind != "application/json":
         raise APIError(
             f"the content type is {kind[:100]!r}; send the header Content-Type: application/json",
+            status=415,
+            code="unsupported_media_type",
+        )
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise APIError(
+            f"the content encoding is {coding[:100]!r}; send the body as it is, without the header "
+            "Content-Encoding",
             status=415,
             code="unsupported_media_type",
         )

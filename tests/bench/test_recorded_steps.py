@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from octavo.bench.prediction import StepErrors, step_errors
 from octavo.bench.recorded_steps import (
@@ -13,7 +16,7 @@ from octavo.bench.recorded_steps import (
     points_of,
     save_steps,
 )
-from octavo.simulate.calibration import load_calibration
+from octavo.simulate.calibration import CalibrationError, load_calibration
 from octavo.simulate.load import StepLoad
 from octavo.simulate.recording import TimedStep
 
@@ -71,6 +74,46 @@ def test_a_gpus_steps_are_fitted_again_from_a_file(tmp_path: Path) -> None:
     assert abs(at.host_s / 5e-4 - 1) < 0.01
     assert abs(at.host_row_s / 2e-6 - 1) < 0.01
     assert again.fit_errors().mean_error < 0.1
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("seconds", float("nan"), "step 1: nan is no finite number"),
+        ("seconds", float("inf"), "step 1: inf is no finite number"),
+        ("seconds", 0.0, "step 1 took no time"),
+        ("seconds", "x", "step 1: 'x' is no finite number"),
+        ("num_tokens", -5, "step 1: -5 is no finite number"),
+        ("mapped_blocks", None, "step 1: None is no finite number"),
+        ("shape", 7, "step 1 has shape 7 of 1"),
+        ("turn", -1, "step 1: -1 is no finite number"),
+        (None, 1, "step 1 has 17 columns of 16"),
+    ],
+)
+def test_what_no_step_can_be_is_refused(
+    tmp_path: Path, column: str | None, value: object, message: str
+) -> None:
+    path = tmp_path / "steps.json"
+    save_steps(path, replace(GPU, shapes=GPU.shapes[:1]), [recorded(0, 0, CHUNK, 9.0)] * 2)
+    document = json.loads(path.read_text())
+    row = document["steps"][1]
+    if column is None:
+        row.append(value)
+    else:
+        row[document["columns"].index(column)] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(CalibrationError, match=message):
+        load_steps(path)
+
+
+def test_columns_in_another_order_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    save_steps(path, GPU, [recorded(0, 0, CHUNK, 9.0)])
+    document = json.loads(path.read_text())
+    document["columns"].reverse()
+    path.write_text(json.dumps(document))
+    with pytest.raises(CalibrationError, match="its columns are not shape, turn, work"):
+        load_steps(path)
 
 
 def test_errors_of_steps_are_told_by_kind() -> None:

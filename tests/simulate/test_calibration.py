@@ -195,6 +195,8 @@ def test_broken_files_say_so(tmp_path: Path) -> None:
     for change, message in (
         ({"format": 99}, "has format 99, and this Octavo reads 1 and 2"),
         ({"points": [[0, 1, 1.0, *[1.0] * 9, 0.5]]}, "is broken"),
+        ({"points": [[0, 1, float("nan"), *[1.0] * 9, 0.5, None]]}, "is broken .*point 0: nan"),
+        ({"points": [[0, 1, 1.0, -1.0, *[1.0] * 8, 0.5, 0.5]]}, "is broken .*point 0: -1.0"),
         ({"shapes": [{"name": "x"}]}, "is broken"),
         ({"points": [[7, 1, 1.0]]}, "is broken"),
         ({"coefficients": {}}, "is broken"),

@@ -15,7 +15,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from octavo.simulate.calibration import Calibration, CalibrationError, dumps, loads
+from octavo.simulate.calibration import (
+    Calibration,
+    CalibrationError,
+    check_numbers,
+    dumps,
+    loads,
+)
 from octavo.simulate.fitting import Point, divided
 from octavo.simulate.load import StepLoad
 from octavo.simulate.recording import TimedStep
@@ -119,12 +125,11 @@ def load_steps(path: str | Path) -> tuple[Calibration, list[RecordedStep]]:
                 f"{FORMAT}; record them again with octavo calibrate --points"
             )
         calibration = loads(json.dumps(document["calibration"]), str(path))
+        if document["columns"] != list(_COLUMNS):
+            raise ValueError(f"its columns are not {', '.join(_COLUMNS)}")
         recorded = [
-            RecordedStep(
-                *[int(value) for value in row[:4]],
-                TimedStep(StepLoad(*row[_NUM_BEFORE_LOAD:]), *row[4:_NUM_BEFORE_LOAD]),
-            )
-            for row in document["steps"]
+            _recorded(number, row, len(calibration.shapes))
+            for number, row in enumerate(document["steps"])
         ]
     except OSError as error:
         raise CalibrationError(f"cannot read recorded steps: {error}") from error
@@ -135,6 +140,20 @@ def load_steps(path: str | Path) -> tuple[Calibration, list[RecordedStep]]:
             f"{path} holds no steps ({error!r}); octavo calibrate --points writes such a file"
         ) from error
     return calibration, recorded
+
+
+def _recorded(number: int, row: Sequence[float], num_shapes: int) -> RecordedStep:
+    """Raises ValueError for what no step can be."""
+    if len(row) != len(_COLUMNS):
+        raise ValueError(f"step {number} has {len(row)} columns of {len(_COLUMNS)}")
+    check_numbers(f"step {number}", row)
+    shape, turn, work, index = (int(value) for value in row[:4])
+    if shape >= num_shapes:
+        raise ValueError(f"step {number} has shape {shape} of {num_shapes}")
+    timed = TimedStep(StepLoad(*row[_NUM_BEFORE_LOAD:]), *row[4:_NUM_BEFORE_LOAD])
+    if not timed.seconds:
+        raise ValueError(f"step {number} took no time")
+    return RecordedStep(shape, turn, work, index, timed)
 
 
 def fitted(calibration: Calibration, recorded: Sequence[RecordedStep]) -> Calibration:

@@ -7,7 +7,7 @@ makes others. It keeps its measured points, so that a fit can be checked and rep
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -168,6 +168,10 @@ def loads(text: str, name: str) -> Calibration:
             for key, value in document["coefficients"].items()
         }
         rates["padded_sizes"] = tuple(rates.get("padded_sizes", ()))
+        check_numbers("padded_sizes", rates["padded_sizes"])
+        for key, value in rates.items():
+            if key != "padded_sizes" and value != INFINITE:
+                check_numbers(key, (value,))
         kept = ("name", "device", "machine", "source", "date", "commit", "versions", "engine")
         return Calibration(
             **{key: document[key] for key in kept},
@@ -184,10 +188,22 @@ def loads(text: str, name: str) -> Calibration:
         ) from error
 
 
+def check_numbers(what: str, values: Iterable[object]) -> None:
+    """Counts, times and rates are numbers, finite and not below 0.
+
+    Raises:
+        ValueError: one of ``values`` is not.
+    """
+    for value in values:
+        if not isinstance(value, int | float) or not 0 <= value < INFINITE:
+            raise ValueError(f"{what}: {value!r} is no finite number of at least 0")
+
+
 def _points(rows: Sequence[Sequence[Any]], shapes: Sequence[ModelShape]) -> tuple[Point, ...]:
     """Format 1 ends with the load."""
     points = []
-    for row in rows:
+    for number, row in enumerate(rows):
+        check_numbers(f"point {number}", row[:-1] if row[-1] is None else row)
         host_s, hidden_s = row[_NUM_COLUMNS:] or (0.0, None)
         points.append(
             Point(

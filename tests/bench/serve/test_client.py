@@ -67,13 +67,17 @@ def test_a_request_that_fails_says_why(fake: FakeServer, length: int, word: str)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9 does not list a model"):
+    """In words, not as an object of the library."""
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9 does not list a model") as caught:
         send("http://127.0.0.1:9", [WorkItem(0.0, 1, 1)])
+    assert "Key(" not in str(caught.value)
 
 
-def test_an_url_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"does not list a model|cannot be used"):
-        send("nowhere", [WorkItem(0.0, 1, 1)])
+@pytest.mark.parametrize("url", ["nowhere", "", "ftp://127.0.0.1", "http://", "http:///v1"])
+@pytest.mark.parametrize("model", [None, "named"])
+def test_an_url_that_is_none_is_refused(url: str, model: str | None) -> None:
+    with pytest.raises(ConfigError, match="url must begin with http://"):
+        send(url, [WorkItem(0.0, 1, 1)], model=model)
 
 
 def test_prompts_need_more_than_one_token_id(fake: FakeServer) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _FIRST_TOKEN_ID = 100
 _LEAD_S = 0.1
+_LISTING_S = 10.0
 
 
 class Client:
@@ -140,6 +142,11 @@ async def connected(
             f"highest_token_id must be above {_FIRST_TOKEN_ID}, got {highest_token_id}"
         )
     base = url.rstrip("/").removesuffix("/v1")
+    if not re.match(r"https?://[^/]", base):
+        raise ConfigError(
+            f"url must begin with http:// or https:// and a host, such as http://127.0.0.1:8000, "
+            f"got {url!r}"
+        )
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -158,13 +165,20 @@ async def _first_model(http: ClientSession, base: str) -> str:
     from aiohttp import ClientError, ClientTimeout
 
     try:
-        timeout = ClientTimeout(total=10.0)
+        timeout = ClientTimeout(total=_LISTING_S)
         async with http.get(f"{base}/v1/models", timeout=timeout) as response:
             response.raise_for_status()
             listed = await response.json(content_type=None)
         return str(listed["data"][0]["id"])
-    except (ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{base} does not list a model at /v1/models: {error!r}") from error
+    except TimeoutError as error:
+        raise ConfigError(f"{base} does not answer within {_LISTING_S:g} s at /v1/models") from error
+    except (ClientError, OSError) as error:
+        why = str(error) or type(error).__name__
+        raise ConfigError(f"{base} does not list a model at /v1/models: {why}") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(
+            f"{base} does not list a model at /v1/models: its answer is not OpenAI's"
+        ) from error
 
 
 def _digest(sample: Sample, line: bytes, now: float) -> None:

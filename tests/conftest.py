@@ -19,10 +19,6 @@ except OSError:
     # is imported, by whichever test comes first.
     os.environ["TRITON_INTERPRET"] = "1"
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # In a shell's background. Processes that tests start would inherit it, and take no Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
 settings.register_profile("long", deadline=None, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

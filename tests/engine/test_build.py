@@ -90,7 +90,7 @@ def test_no_memory_left_is_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, kv_memory: str
 ) -> None:
     monkeypatch.setattr(host, "available_bytes", lambda: 1000)
-    with pytest.raises(ConfigError, match="beside weights and .* a step of max_num_seqs .* lower"):
+    with pytest.raises(ConfigError, match=r"beside weights and .* a step of max_num_seqs .* lower"):
         build(model, kv_memory=kv_memory)
 
 

@@ -153,9 +153,7 @@ def resolve_request(
     )
 
 
-def check_length(
-    num_prompt: int, max_tokens: int, n: int, beam_width: int, limits: Limits
-) -> None:
+def check_length(num_prompt: int, max_tokens: int, n: int, beam_width: int, limits: Limits) -> None:
     """Check that ``n`` samples, or the beams of a search, fit with their prompt and ``max_tokens``
     each.
 

@@ -171,7 +171,9 @@ async def _first_model(http: ClientSession, base: str) -> str:
             listed = await response.json(content_type=None)
         return str(listed["data"][0]["id"])
     except TimeoutError as error:
-        raise ConfigError(f"{base} does not answer within {_LISTING_S:g} s at /v1/models") from error
+        raise ConfigError(
+            f"{base} does not answer within {_LISTING_S:g} s at /v1/models"
+        ) from error
     except (ClientError, OSError) as error:
         why = str(error) or type(error).__name__
         raise ConfigError(f"{base} does not list a model at /v1/models: {why}") from error

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _SHORT = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
 _TOKENS = "Workload"
+_NUM_REQUESTS = 5000
 
 
 def calibrate(
@@ -127,9 +128,12 @@ def plan(
         int, typer.Option(help="Output tokens, without a trace.", rich_help_panel=_TOKENS)
     ] = 128,
     num_requests: Annotated[
-        int,
-        typer.Option(help="How many requests to take from the trace.", rich_help_panel=_TOKENS),
-    ] = 5000,
+        int | None,
+        typer.Option(
+            help="How many requests to take from the trace [default: 5000, or what it has].",
+            rich_help_panel=_TOKENS,
+        ),
+    ] = None,
     max_total_len: Annotated[
         int | None,
         typer.Option(help="Leave out longer requests of a trace.", rich_help_panel=_TOKENS),
@@ -178,7 +182,7 @@ def plan(
         from octavo.simulate.gpus import gpu_named, with_price
         from octavo.simulate.objectives import parse_objectives
         from octavo.simulate.routing import ROUTERS
-        from octavo.workload.workload import make_workload
+        from octavo.workload.workload import make_workload, num_fitting
 
         chosen = with_price(gpu_named(gpu), price)
         if calibration is not None:
@@ -194,13 +198,18 @@ def plan(
         if verify_requests < 1:
             raise ConfigError(f"verify_requests must be at least 1, got {verify_requests}")
         shape = model_shape(model)
+        longest = max_total_len or shape.max_position_embeddings
+        if num_requests is None:
+            num_requests = _NUM_REQUESTS
+            if trace is not None:
+                num_requests = min(num_requests, max(num_fitting(trace, longest), 1))
         items = make_workload(
             trace=trace,
             num_requests=num_requests,
             input_len=input_len,
             output_len=output_len,
             arrivals="trace" if arrivals == "trace" else "all-at-once",
-            max_total_len=max_total_len or shape.max_position_embeddings,
+            max_total_len=longest,
             seed=seed,
         )
         shares = any(item.prefix_hashes for item in items)

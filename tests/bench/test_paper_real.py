@@ -104,7 +104,7 @@ def test_swapping_and_recomputing_on_a_real_engine(
     work = ("--trace", str(trace), "--rates", "2000", "--duration", "0.02")
     text = figure("19", gguf, *work)
     assert "63 tokens out and in again, or computed again; the least of 5" in text
-    assert "492 tokens of KV cache" in text
+    assert "the last of 123 blocks of 4 tokens, sequences of at most 64" in text
     (line,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["4"])
     _, recompute, swap, layered, *service, preemptions = line
     assert layered == "–", "a layout that the engine does not have"

@@ -136,7 +136,7 @@ def test_a_killed_engine_fails_its_requests_and_health(start: Start) -> None:
     lost = [name for name in gone if not name.startswith(process)]
     assert not any("_total" in name or "_bucket" in name for name in lost)
     server.signal(signal.SIGTERM)
-    assert server.wait_exit() == 0
+    assert server.wait_exit() == 1, "a supervisor that looks at nothing else is told, too"
 
 
 def test_a_signal_while_the_model_loads(start: Start) -> None:

@@ -47,7 +47,8 @@ def serve(
     *,
     engine_command: Sequence[str] = COMMAND,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then drain and return the exit code, 0.
+    """Serve until SIGTERM or SIGINT, then drain and return the exit code: 0, or 1 where the engine
+    had died and requests were refused.
 
     A second signal cuts the drain short.
 
@@ -61,8 +62,10 @@ def serve(
     bodies = read_prefix_files(engine_config, server_config.prefixes)
     _allow_descriptors(2 * server_config.max_connections)
     with contextlib.closing(listen(server_config.host, server_config.port)) as listener:
-        asyncio.run(_serve(engine_config, server_config, bodies, listener, engine_command))
-    return 0
+        is_whole = asyncio.run(
+            _serve(engine_config, server_config, bodies, listener, engine_command)
+        )
+    return 0 if is_whole else 1
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -112,7 +115,8 @@ async def _serve(
     prefixes: Sequence[PrefixRequest],
     listener: socket.socket,
     engine_command: Sequence[str],
-) -> None:
+) -> bool:
+    """Whether the engine lived until it was to stop."""
     stop = _Stop()
     name = model_name_of(engine_config, server_config)
     print(f"Loading {name} ...", flush=True)
@@ -125,7 +129,7 @@ async def _serve(
         if not starting.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            return
+            return True
         engine = starting.result()
     finally:
         stopping.cancel()
@@ -149,7 +153,9 @@ async def _serve(
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
     finally:
+        error = engine.error
         await engine.close()
+    return error is None
 
 
 async def _start_engine(

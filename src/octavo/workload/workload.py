@@ -53,12 +53,26 @@ def make_workload(
     return with_arrivals(items, arrival_times(arrivals, len(items), rate=rate, cv=cv, seed=seed))
 
 
+def num_fitting(trace: str, max_total_len: int) -> int:
+    """How many requests of the trace have at most so many tokens, prompt and output together.
+
+    Raises:
+        WorkloadError: the trace cannot be read.
+    """
+    return len(_fitting(trace, max_total_len))
+
+
+def _fitting(trace: str, max_total_len: int | None) -> list[WorkItem]:
+    items = load_trace(trace)
+    if max_total_len is None:
+        return items
+    return [i for i in items if i.num_prompt_tokens + i.num_output_tokens <= max_total_len]
+
+
 def _from_trace(
     trace: str, num_requests: int, max_total_len: int | None, seed: int
 ) -> list[WorkItem]:
-    items = load_trace(trace)
-    if max_total_len is not None:
-        items = [i for i in items if i.num_prompt_tokens + i.num_output_tokens <= max_total_len]
+    items = _fitting(trace, max_total_len)
     if len(items) < num_requests:
         raise WorkloadError(
             f"{trace} has only {len(items)} requests"

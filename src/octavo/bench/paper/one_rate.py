@@ -44,7 +44,7 @@ def serve_at_one_rate(
 
 
 def conditions(options: PaperOptions, engines: Engines, simulated_rate: float) -> str:
-    """What was served, after a run."""
+    """What was served, after a run; ``engines`` are those of the last block size."""
     name = trace_name(options, engines)
     if options.model is None:
         count = options.num_requests or _NUM_REQUESTS
@@ -53,8 +53,7 @@ def conditions(options: PaperOptions, engines: Engines, simulated_rate: float) -
             "simulated executor."
         )
     load = load_of(options, (), 0.0, _NEVER_S)
-    pool = engines.pool
     return (
-        f"Service: {name}, {load}, {load.rates[0]:g} requests a second, {pool.num_tokens} tokens "
-        f"of KV cache, of which here {engines.conditions}"
+        f"Service: {name}, {load}, {load.rates[0]:g} requests a second. Pools of as many tokens, the "
+        f"last of {engines.conditions}"
     )

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench.paper.managers import MAX_MODEL_LEN
 from octavo.workload.items import WorkItem, WorkloadError
-from octavo.workload.traces import load_trace
-from octavo.workload.workload import make_workload
+from octavo.workload.workload import make_workload, num_fitting
 
 if TYPE_CHECKING:
     from octavo.bench.paper.engines import Engines
@@ -99,9 +98,7 @@ def lengths(options: PaperOptions, max_total_len: int, default_count: int = 1000
     path = options.trace or str(files("octavo.bench") / "data" / _LENGTHS)
     count = options.num_requests
     if count is None:
-        items = load_trace(path)
-        fitting = sum(i.num_prompt_tokens + i.num_output_tokens <= max_total_len for i in items)
-        count = min(default_count, fitting)
+        count = min(default_count, num_fitting(path, max_total_len))
         if not count:
             raise WorkloadError(f"{path} has no request of at most {max_total_len} tokens")
     return make_workload(

@@ -54,6 +54,6 @@ def conditions(options: PaperOptions, engines: Engines, simulated_rate: float) -
         )
     load = load_of(options, (), 0.0, _NEVER_S)
     return (
-        f"Service: {name}, {load}, {load.rates[0]:g} requests a second. Pools of as many tokens, the "
-        f"last of {engines.conditions}"
+        f"Service: {name}, {load}, {load.rates[0]:g} requests a second. Pools of as many tokens, "
+        f"the last of {engines.conditions}"
     )

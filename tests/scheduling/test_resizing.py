@@ -224,6 +224,10 @@ def test_asleep_there_is_no_block_and_no_request(depth: int) -> None:
     with pytest.raises(PoolBusyError, match="2 requests run or wait"):
         engine.scheduler.resizing.sleep()
     engine.run()
+    engine.add(request(3, [4] * 13, 8))
+    with pytest.raises(PoolBusyError, match="1 request runs or waits"):
+        engine.scheduler.resizing.sleep()
+    engine.run()
     engine.scheduler.resizing.sleep()
     with pytest.raises(PoolBusyError, match="being resized"):
         engine.scheduler.resizing.sleep()

@@ -190,7 +190,7 @@ def test_it_does_not_sleep_while_requests_run(own: TinyServer) -> None:
         running = [pool.submit(complete, own, 450) for _ in range(12)]
         wait_until_taken_in(own, 1)
         error = post(own, "/sleep", status=409)
-        assert "requests run or wait" in error["message"]
+        assert "let them end, or abort them, before the engine goes to sleep" in error["message"]
         assert {f.result()["usage"]["completion_tokens"] for f in running} == {450}
     post(own, "/sleep")
     post(own, "/wake_up")

@@ -163,6 +163,10 @@ def test_parts_are_flattened_for_templates_that_expect_a_string() -> None:
             r"content\[0\] is of type 'image_url'; only text",
         ),
         ([{"role": "user", "content": [3]}], "only text"),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            r"content\[0\]\.text must be a string, got None",
+        ),
         ([{"role": "user", "content": "x", "extra": object()}], "got object"),
     ],
 )

@@ -105,8 +105,8 @@ class PoolResizing:
         if self._state.sequences:
             count = len({id(s.group) for s in self._state.sequences.values()})
             raise PoolBusyError(
-                f"{count} requests run or wait; let them end, or abort them, before the engine "
-                "goes to sleep"
+                f"{count} {'request runs or waits' if count == 1 else 'requests run or wait'}; let "
+                "them end, or abort them, before the engine goes to sleep"
             )
         self._prefixes.drop_all()
         self._awake = self._state.manager.num_usable_blocks

@@ -164,11 +164,13 @@ def _part_text(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(part.get("text"), str) or kind != "text":
+    if not isinstance(part, dict) or kind != "text":
         raise ChatTemplateError(
             f"{where} is of type {_shown(kind)}; only text parts are taken: "
             '{"type": "text", "text": "..."}'
         )
+    if not isinstance(part.get("text"), str):
+        raise ChatTemplateError(f"{where}.text must be a string, got {_shown(part.get('text'))}")
     text: str = part["text"]
     return text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from octavo.bench.workload_options import (
     Trace,
     check_lengths,
 )
-from octavo.config import DEFAULT_MODEL
+from octavo.config import DEFAULT_MODEL, ConfigError
 from octavo.options import DEFAULTS
 from octavo.output_files import check_plot
 from octavo.terminal import print_json, readable_errors
@@ -54,17 +55,40 @@ def simulator(
         int,
         typer.Option(min=1, help="For --compare: the least disturbed of so many runs counts."),
     ] = 3,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Instead, simulate a cluster of so many replicas of an 8B on an H200 each."
+        ),
+    ] = None,
+    rate: Annotated[
+        float, typer.Option(help="For --replicas: requests a second, of ShareGPT's lengths.")
+    ] = 10_000.0,
+    num_requests: Annotated[
+        int, typer.Option(min=1, help="For --replicas: how many requests come.")
+    ] = 20_000,
     device: options.Device = DEFAULTS.device,
     threads: options.Threads = 1,
     as_json: options.AsJSON = False,
 ) -> None:
     """How fast the simulator is and what the policy costs, or how well the simulator predicts."""
     with readable_errors():
+        if compare and replicas is not None:
+            raise ConfigError("--compare runs one engine: leave out --replicas, or --compare")
         if compare:
             _compare(model, calibration, rounds, device, threads, as_json)
             return
         from octavo.bench import simulator
 
+        if replicas is not None:
+            if not 0 < rate < float("inf"):
+                raise ConfigError(f"rate must be above 0 and finite, got {rate:g}")
+            found = simulator.measure_cluster(replicas, rate, num_requests)
+            if as_json:
+                print_json(asdict(found))
+                return
+            typer.echo(simulator.cluster_line(found))
+            return
         report: Any = simulator.run()
         if as_json:
             print_json(report)

@@ -10,11 +10,13 @@ time of each token.
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from octavo.simulate.calibration import load_calibration
 from octavo.simulate.cluster import Cluster
 from octavo.simulate.executor import SimulatedExecutor
 from octavo.simulate.replica import ReplicaConfig
+from octavo.workload.arrivals import arrival_times, with_arrivals
 from octavo.workload.items import WorkItem
 from octavo.workload.traces import load_trace
 
@@ -142,11 +145,77 @@ def measure_work(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterFigure:
+    """A cluster's run: ``seconds`` of one core and ``peak_gib`` of this process's memory for
+    ``span_s`` of simulated time, and what came out."""
+
+    num_replicas: int
+    rate: float
+    num_requests: int
+    seconds: float
+    peak_gib: float
+    num_steps: int
+    span_s: float
+    tokens_per_second: float
+    ttft_p99_s: float
+    itl_p99_s: float
+
+
+def measure_cluster(num_replicas: int, rate: float, num_requests: int) -> ClusterFigure:
+    """Requests of ShareGPT's lengths arrive as a Poisson process, ``rate`` a second, at replicas of
+    an 8B, one H200 each; the router sends each to the least loaded.
+
+    Raises:
+        ValueError: a number is below 1, or the rate not above 0.
+    """
+    if num_requests < 1 or not 0 < rate < float("inf"):
+        raise ValueError(
+            f"num_requests must be at least 1 and rate above 0, got {num_requests} and {rate:g}"
+        )
+    items = load_trace(str(_trace()))
+    items = [items[place % len(items)] for place in range(num_requests)]
+    items = with_arrivals(items, arrival_times("poisson", num_requests, rate=rate))
+    config = ReplicaConfig(num_blocks=57_000, max_num_seqs=1024)
+    started = time.perf_counter()
+    cluster = Cluster(config, load_calibration(_CALIBRATION).latency(), num_replicas)
+    outcome = cluster.run(items).outcome()
+    seconds = time.perf_counter() - started
+    return ClusterFigure(
+        num_replicas=num_replicas,
+        rate=rate,
+        num_requests=outcome.num_requests,
+        seconds=seconds,
+        # Linux counts in KiB.
+        peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        num_steps=cluster.num_steps,
+        span_s=outcome.span_s,
+        tokens_per_second=outcome.num_tokens / seconds,
+        ttft_p99_s=outcome.ttft_s["p99"],
+        itl_p99_s=outcome.itl_s["p99"],
+    )
+
+
+def cluster_line(figure: ClusterFigure) -> str:
+    return (
+        f"{figure.num_replicas:,} replicas, {figure.num_requests:,} requests at {figure.rate:,g} a "
+        f"second: {figure.span_s:.1f} s simulated in {figure.seconds:.1f} s with "
+        f"{figure.peak_gib:.1f} GiB, {figure.num_steps:,} steps, "
+        f"{figure.tokens_per_second:,.0f} tokens/s simulated; at the 99th percentile "
+        f"{figure.ttft_p99_s * 1e3:.0f} ms to the first token and {figure.itl_p99_s * 1e3:.1f} ms "
+        "between tokens"
+    )
+
+
+def _trace() -> Traversable:
+    return resources.files("octavo.bench") / "data" / "sharegpt_lengths_1000.csv"
+
+
 def run(rows: tuple[int, ...] = ROWS, num_requests: int = 1000) -> dict[str, object]:
     """All figures, ready for JSON: ``tokens_per_second`` of work that decodes and
     ``requests_per_minute`` of ShareGPT's lengths, then what the policy costs by rows.
     ``share_of_goal`` is the step at 256 rows over 256 µs."""
-    trace = resources.files("octavo.bench") / "data" / "sharegpt_lengths_1000.csv"
+    trace = _trace()
     decoding = measure_work(
         "decode-heavy", [WorkItem(0.0, _PROMPT_TOKENS, 1024)] * num_requests, GOAL_ROWS
     )

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from octavo.execution.graphs import _batch_bucket, _token_bucket, captured_sizes
+from octavo.execution.captured_sizes import batch_bucket, captured_sizes, token_bucket
 
 
 def test_every_number_of_rows_has_its_size() -> None:
@@ -17,5 +17,5 @@ def test_every_number_of_rows_has_its_size() -> None:
     assert list(sizes) == sorted(set(sizes))
     for count in range(1, sizes[-1] + 1):
         padded = sizes[bisect_left(sizes, count)]
-        assert padded == _batch_bucket(count)
-        assert count <= 224 or padded == _token_bucket(count)
+        assert padded == batch_bucket(count)
+        assert count <= 224 or padded == token_bucket(count)

@@ -126,10 +126,9 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
         arena = Arena(layout, num_blocks, model.dtype, host_blocks)
     attention: AttentionBackend
     if config.kv != "paged" and config.attention in ("auto", "contiguous"):
-        attention_name, contiguous = "contiguous", RunAttention
-        if isinstance(arena, VirtualArena):
-            contiguous = ContiguousAttention
-        attention = contiguous(arena, model.num_heads, model.rope, sliding_window)
+        attention_name = "contiguous"
+        kind = ContiguousAttention if isinstance(arena, VirtualArena) else RunAttention
+        attention = kind(arena, model.num_heads, model.rope, sliding_window)
     else:
         # Under `virtual` through the pool view, which has every block in order.
         attention_name, attention = _attention(config.attention, arena, model, sliding_window)

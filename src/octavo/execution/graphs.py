@@ -8,7 +8,6 @@ Graphs are captured at their second use: the first runs as it is, which also com
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,15 @@ from numpy.typing import NDArray
 from octavo.core.plan import Batch, IntArray
 from octavo.execution.attention.dense import MIN_TOKENS, DenseChunk, dense_count
 from octavo.execution.attention.paged import PagedAttention, PagedStep, RowSpans
+from octavo.execution.captured_sizes import (
+    ALIGN,
+    MAX_CAPTURED_TOKENS,
+    aligned,
+    batch_bucket,
+    captured_sizes,
+    tile_bucket,
+    token_bucket,
+)
 from octavo.execution.device import Device
 from octavo.execution.device_rows import DeviceRows
 from octavo.execution.kernels.prefill_attention import PrefillTiles
@@ -35,13 +43,6 @@ from octavo.execution.staging import Staging
 
 if TYPE_CHECKING:
     from octavo.execution.gpu_runner import GPUModel
-
-# A forward pass over more tokens than this is long enough to hide its launches.
-_MAX_CAPTURED_TOKENS = 2048
-_ALIGN = 16
-# Rows at which cuBLAS multiplies fast: in between it takes longer than at the next of them, at 448
-# a third longer than at 512 (8B and 1B shapes on an H200).
-_SIZES = (256, 320, 384, 512, 640, 768, 1024)
 
 
 class StepGraphs:
@@ -69,20 +70,20 @@ class StepGraphs:
         self._cutter = attention.cutter
         size = rows.num_rows
         place = device.torch_device
-        self.out = torch.zeros(_padded(size), dtype=torch.int32, device=place)
-        self._workspace = SamplingWorkspace(_padded(size), place)
-        self._order = torch.arange(_padded(size), dtype=torch.int32, device=place)
+        self.out = torch.zeros(aligned(size), dtype=torch.int32, device=place)
+        self._workspace = SamplingWorkspace(aligned(size), place)
+        self._order = torch.arange(aligned(size), dtype=torch.int32, device=place)
         # Rows, the tokens of each that a prefix tile covers, and the tiles.
         self._per_tile = tile_rows(attention.num_heads, num_kv_heads)
-        self._most_tiles = _tile_bucket(2 * size // self._per_tile + 2)
-        num_ints = 2 * _padded(size) + (2 + self._per_tile) * self._most_tiles + _ALIGN
+        self._most_tiles = tile_bucket(2 * size // self._per_tile + 2)
+        num_ints = 2 * aligned(size) + (2 + self._per_tile) * self._most_tiles + ALIGN
         self._decode_rows = Staging(device, num_ints, depth)
-        self._decode_inputs = torch.zeros(3, _padded(size), dtype=torch.int32, device=place)
-        self._head_inputs = Staging(device, 3 * _padded(size), depth)
-        most = _token_bucket(max_num_batched_tokens)
+        self._decode_inputs = torch.zeros(3, aligned(size), dtype=torch.int32, device=place)
+        self._head_inputs = Staging(device, 3 * aligned(size), depth)
+        most = token_bucket(max_num_batched_tokens)
         # A step that is not captured may have a tile for each token.
-        most_tiles = _padded(most + 64 + self._cutter.max_parts)
-        num_ints = 3 * most + FIELDS * most_tiles + 32 + _padded(size)
+        most_tiles = aligned(most + 64 + self._cutter.max_parts)
+        num_ints = 3 * most + FIELDS * most_tiles + 32 + aligned(size)
         self._forward_inputs = Staging(device, num_ints, depth)
         self._hidden: torch.Tensor | None = None
         self._captured_states: torch.Tensor | None = None
@@ -102,7 +103,7 @@ class StepGraphs:
         """One token of every row, tokens in ``out``; with ``has_logits`` their logits, ``[rows,
         vocab]``, until the next step. ``lengths`` are the rows', that token included."""
         count = len(batch.rows)
-        size = min(_batch_bucket(count), _padded(self._rows.num_rows))
+        size = min(batch_bucket(count), aligned(self._rows.num_rows))
         if batch is not self._batch:
             self._max_tiles = self._send_batch(batch, size)
             self._batch = batch
@@ -119,7 +120,7 @@ class StepGraphs:
 
     def _send_batch(self, batch: Batch, size: int) -> int:
         """Rows and prefix tiles of a decode batch. Returns how many tiles its graph is for."""
-        count, width, per_tile = len(batch.rows), _padded(size), self._per_tile
+        count, width, per_tile = len(batch.rows), aligned(size), self._per_tile
         host = self._decode_rows.host()
         host[:count] = batch.rows
         host[count:size] = self._rows.num_rows
@@ -132,12 +133,12 @@ class StepGraphs:
         if not num_tiles:
             self._decode_rows.send(size)
             return 0
-        max_tiles = _tile_bucket(num_tiles)
+        max_tiles = tile_bucket(num_tiles)
         covered = host[width : width + size]
         covered[:] = 0
         first = 2 * width
         rows, lengths = host[first:][:max_tiles], host[first + max_tiles :][:max_tiles]
-        tokens = host[first + 2 * max_tiles + _ALIGN :][: max_tiles * per_tile]
+        tokens = host[first + 2 * max_tiles + ALIGN :][: max_tiles * per_tile]
         host[first + 2 * max_tiles] = num_tiles
         tokens = tokens.reshape(max_tiles, per_tile)
         tile = 0
@@ -150,16 +151,16 @@ class StepGraphs:
                 rows[tile] = batch.rows[places[0]]
                 lengths[tile] = group.num_tokens
                 tile += 1
-        self._decode_rows.send(first + (2 + per_tile) * max_tiles + _ALIGN)
+        self._decode_rows.send(first + (2 + per_tile) * max_tiles + ALIGN)
         return max_tiles
 
     def _prefix_tiles(self, size: int, max_tiles: int) -> PrefixTiles | None:
         if not max_tiles:
             return None
-        width = _padded(size)
+        width = aligned(size)
         sent, first = self._decode_rows.device, 2 * width
         return PrefixTiles(
-            tokens=sent[first + 2 * max_tiles + _ALIGN :][: max_tiles * self._per_tile],
+            tokens=sent[first + 2 * max_tiles + ALIGN :][: max_tiles * self._per_tile],
             rows=sent[first:][:max_tiles],
             lengths=sent[first + max_tiles :][:max_tiles],
             num_tiles=sent[first + 2 * max_tiles :][:1],
@@ -196,17 +197,17 @@ class StepGraphs:
         in_slots = is_mapped and self._attention.has_slots
         has_spans = self._attention.wants_spans(in_slots)
         is_captured = (
-            num_tokens <= _MAX_CAPTURED_TOKENS and self._captures and not dense and not has_spans
+            num_tokens <= MAX_CAPTURED_TOKENS and self._captures and not dense and not has_spans
         )
         if is_captured:
-            size = _token_bucket(num_tokens)
+            size = token_bucket(num_tokens)
             most = self._most_prefill_tiles(size)
             is_captured = num_tiles <= most
             max_tiles = most if num_tiles else 0
-            max_decode = min(_batch_bucket(num_decode), size) if num_decode else 0
+            max_decode = min(batch_bucket(num_decode), size) if num_decode else 0
         if not is_captured:
             size, max_tiles, max_decode = num_tokens, num_tiles, num_decode
-        width, tile_width = _padded(size), _padded(max_tiles)
+        width, tile_width = aligned(size), aligned(max_tiles)
         host = self._forward_inputs.host()
         for part, (values, fill) in enumerate(
             ((token_ids, 0), (np.repeat(rows, counts), null), (positions, 0))
@@ -215,7 +216,7 @@ class StepGraphs:
             host[part * width + num_tokens : (part + 1) * width] = fill
         first = 3 * width
         host[first : first + 2] = (num_decode, num_tiles)
-        first += _ALIGN
+        first += ALIGN
         for part in range(FIELDS):
             place = first + part * tile_width
             host[place : place + num_tiles] = tiles[part]
@@ -247,7 +248,7 @@ class StepGraphs:
             """States in memory that all captured steps share."""
             hidden = work()
             if self._captured_states is None:
-                shape = (_MAX_CAPTURED_TOKENS, hidden.shape[1])
+                shape = (MAX_CAPTURED_TOKENS, hidden.shape[1])
                 self._captured_states = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
             return self._captured_states[:size].copy_(hidden)
 
@@ -285,8 +286,8 @@ class StepGraphs:
         """Sample for ``rows`` from the states ``hidden[index]``, whose next tokens stand at
         ``next_positions``; results as `decode`."""
         count = len(rows)
-        size = min(_batch_bucket(count), _padded(self._rows.num_rows))
-        width = _padded(size)
+        size = min(batch_bucket(count), aligned(self._rows.num_rows))
+        width = aligned(size)
         host = self._head_inputs.host()
         for part, (values, fill) in enumerate(
             ((index, 0), (rows, self._rows.num_rows), (next_positions - 1, 0))
@@ -368,7 +369,7 @@ class StepGraphs:
         token_ids, token_rows, positions = (sent[part * width :][:size] for part in range(3))
         fill_tokens(token_ids, token_rows, self._rows.last_token)
         counts = sent[3 * width :]
-        first = 3 * width + _ALIGN
+        first = 3 * width + ALIGN
         tiles = None
         if max_tiles:
             table = sent[first:][: FIELDS * tile_width].view(FIELDS, tile_width)[:, :max_tiles]
@@ -426,34 +427,3 @@ def _spans(
         index = np.repeat(offsets[kept] - first[:-1], left[kept]) + np.arange(first[-1])
         tokens = torch.from_numpy(index.astype(np.int64)).to(device, non_blocking=True)
     return RowSpans(*on_device, max_count=int(left.max()), on_host=sent, tokens=tokens)
-
-
-def _padded(count: int) -> int:
-    return -(-count // _ALIGN) * _ALIGN
-
-
-def _batch_bucket(count: int) -> int:
-    """Rows of a captured step: powers of two to 16, multiples of 16 to 224, then `_SIZES`."""
-    if count <= 16:
-        return 1 << max(count - 1, 0).bit_length()
-    return -(-count // 16) * 16 if count <= 224 else _library_size(count)
-
-
-def captured_sizes() -> tuple[int, ...]:
-    """All that `_batch_bucket` gives, up to the longest step that is captured."""
-    return tuple(sorted({_batch_bucket(count) for count in range(1, _MAX_CAPTURED_TOKENS + 1)}))
-
-
-def _tile_bucket(count: int) -> int:
-    """Prefix tiles of a captured step: powers of two, four at least."""
-    return max(4, 1 << max(count - 1, 0).bit_length())
-
-
-def _token_bucket(count: int) -> int:
-    return -(-count // 64) * 64 if count <= 192 else _library_size(count)
-
-
-def _library_size(count: int) -> int:
-    """The next size at which the library's products are fast."""
-    index = bisect.bisect_left(_SIZES, count)
-    return _SIZES[index] if index < len(_SIZES) else -(-count // 256) * 256

@@ -289,7 +289,7 @@ def test_the_last_layer_computes_what_is_sampled(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps that are not captured; all tokens of a prompt that is scored."""
-    monkeypatch.setattr(graphs, "_MAX_CAPTURED_TOKENS", 0)
+    monkeypatch.setattr(graphs, "MAX_CAPTURED_TOKENS", 0)
     num_rows: list[int] = []
     plain_linear = fused.gated_linear
 

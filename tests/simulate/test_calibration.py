@@ -88,11 +88,38 @@ def test_a_fit_finds_the_ramp_of_reading_keys_and_the_host() -> None:
     assert (plain.ramp_s, plain.host_s, plain.padded_sizes) == (0.0, 0.0, ())
 
 
+def test_few_rows_and_keys_beside_chunks_are_found() -> None:
+    true = replace(TRUE, few_rows=64, mixed_kv_rate=2e12)
+    quiet = points()
+    shape = quiet[0].shape
+    loads = [point.load for point in quiet]
+    loads += [StepLoad(512 + n, n + 1, n + 1, 1, n * 2000, 131072) for n in (8, 32, 64, 128)]
+    model = LatencyModel(shape, true)
+    made = [Point(shape, load, model.seconds(load)) for load in loads]
+    found = fit(made, fixed="layer_s", few_rows=64)
+    assert found.worst_error < 0.01
+    assert found.coefficients.few_rows == 64
+    assert found.coefficients.mixed_kv_rate == pytest.approx(2e12, rel=0.1)
+
+
+def test_steps_that_are_alike_count_as_one() -> None:
+    """However often one kind was measured, and disturbed, the fit is that of all kinds."""
+    quiet = points()
+    chunks = [point for point in quiet if point.load.num_tokens >= 2048]
+    slow = [replace(point, seconds=1.2 * point.seconds) for point in chunks]
+    few = fit([*quiet, *slow], fixed="layer_s").coefficients
+    many = fit([*quiet * 10, *slow * 10], fixed="layer_s").coefficients
+    often = fit([*quiet, *chunks * 10, *slow * 10], fixed="layer_s").coefficients
+    assert many.flop_rate == pytest.approx(few.flop_rate, rel=1e-6)
+    assert often.flop_rate == pytest.approx(few.flop_rate, rel=0.02)
+
+
 def test_files_of_the_first_format_load(tmp_path: Path) -> None:
     """What they do not know costs nothing."""
     calibration = load_calibration("h200-llama-3.1-8b")
     old = json.loads(dumps(calibration)) | {"format": 1}
-    new = ("ramp_s", "ramp_bytes", "padded_sizes", *[n for n in old["coefficients"] if "host" in n])
+    new = ["ramp_s", "ramp_bytes", "padded_sizes", "few_rows", "mixed_kv_rate"]
+    new += [name for name in old["coefficients"] if "host" in name]
     for name in new:
         del old["coefficients"][name]
     old["points"] = [row[:-2] for row in old["points"]]
@@ -104,6 +131,8 @@ def test_files_of_the_first_format_load(tmp_path: Path) -> None:
         ramp_s=0.0,
         ramp_bytes=1.0,
         padded_sizes=(),
+        few_rows=0,
+        mixed_kv_rate=float("inf"),
         host_s=0.0,
         host_row_s=0.0,
         host_mixed_s=0.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from octavo.core.plan import Batch, IntArray, KVCapacity, MapBlocks, StepPlan, int_array
@@ -11,7 +13,7 @@ from octavo.engine.core import EngineCore
 from octavo.memory.paged import PagedManager
 from octavo.memory.virtual import VirtualManager
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
-from octavo.simulate.executor import FixedLatency, SimulatedExecutor
+from octavo.simulate.executor import FixedLatency, SimulatedExecutor, StepTime
 
 CAPACITY = KVCapacity(num_blocks=17, block_size=4, block_bytes=64)
 
@@ -35,6 +37,46 @@ def test_the_clock_moves_by_the_latency_of_collected_steps() -> None:
     executor.close()
     executor.close()
     assert executor.now_s == 7.0
+
+
+class Times:
+    """A latency that was written down."""
+
+    def __init__(self, *times: StepTime) -> None:
+        self._times = iter(times)
+
+    def stepper(self) -> Callable[[StepPlan], StepTime]:
+        return lambda plan: next(self._times)
+
+
+def test_the_host_launches_while_the_device_computes() -> None:
+    executor = SimulatedExecutor(
+        CAPACITY, Times(StepTime(10.0, 2.0), StepTime(1.0, 3.0), StepTime(1.0, 4.0))
+    )
+    executor.launch(chunk(1, 4))
+    executor.launch(chunk(2, 1))
+    assert executor.now_s == 5.0
+    executor.collect()
+    assert executor.now_s == 12.0, "it began at 2, when its launch was over"
+    # Launched while the second, which ends at 13, still ran: so late that the device waits.
+    executor.launch(chunk(3, 1))
+    executor.collect()
+    assert executor.now_s == 16.0, "the host was busy until then, and sees the result late"
+    executor.collect()
+    assert executor.now_s == 17.0
+    executor.restart()
+    assert executor.now_s == 0.0
+
+
+def test_kernels_of_a_long_step_run_while_others_are_launched() -> None:
+    kernels = StepTime(10.0, 4.0, is_captured=False), StepTime(1.0, 6.0, is_captured=False)
+    executor = SimulatedExecutor(CAPACITY, Times(*kernels))
+    executor.launch(chunk(1, 4))
+    executor.collect()
+    assert executor.now_s == 10.0, "launching is part of it"
+    executor.launch(chunk(2, 4))
+    executor.collect()
+    assert executor.now_s == 16.0, "it ends no sooner than its last launch"
 
 
 def test_tokens_are_zero_or_the_sources() -> None:

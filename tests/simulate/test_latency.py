@@ -201,7 +201,7 @@ def test_the_host_shows_as_far_as_it_outlasts_the_step_before() -> None:
     assert model.with_host(40.0, long, 3.0) == 40.0
 
 
-def test_a_host_that_works_ahead_is_hidden() -> None:
+def test_the_host_works_beside_the_device() -> None:
     """The same plans one at a time, and each launched while the one before runs."""
     model = LatencyModel(SHAPE, replace(HOST, host_s=2.0))
     plan = StepPlan(1, chunk((0, 3), (1, 3)), row_inits=(init(0, 3), init(1, 3)))
@@ -210,11 +210,37 @@ def test_a_host_that_works_ahead_is_hidden() -> None:
     meter = LoadMeter()
     device = [model.seconds(meter.measure(each)) for each in plans]
     assert min(device) > 2.5
-    alone, behind = model.stepper(), model.stepper()
-    exposed = [6.5, 2.5, 2.5]
-    assert [alone(each, False) for each in plans] == pytest.approx(np.add(device, exposed))
-    found = [behind(each, index > 0) for index, each in enumerate(plans)]
-    assert found == pytest.approx(np.add(device, [6.5, 0.0, 0.0]))
+    step_time = model.stepper()
+    assert [step_time(each) for each in plans] == [
+        (pytest.approx(device_s), host_s, True)
+        for device_s, host_s in zip(device, (6.5, 2.5, 2.5), strict=True)
+    ]
+    long = StepPlan(1, chunk((0, 9)), row_inits=(init(0, 9),))
+    _, host_s, is_captured = model.stepper()(long)
+    assert (host_s, is_captured) == (6.25 + 4 * 8.0, False)
+    # Of a device without a host of its own.
+    assert LatencyModel(SHAPE, AT).stepper()(plan).host_s == 0.0
+
+
+def test_few_rows_only_read_the_weights() -> None:
+    at = replace(AT, padded_sizes=(1, 4, 16), few_rows=4, row_s=0.0)
+    model, plain = LatencyModel(SHAPE, at), LatencyModel(SHAPE, replace(at, few_rows=0))
+
+    def seconds(of: LatencyModel, tokens: float, sampled: float) -> float:
+        return of.seconds(StepLoad(num_tokens=tokens, num_rows=1, num_sampled=sampled))
+
+    products = 2 * 1000.0 * 4 / 1e8, 2 * 100.0 * 4 / 1e8
+    assert seconds(plain, 3, 3) - seconds(model, 3, 3) == pytest.approx(sum(products))
+    assert seconds(plain, 5, 3) - seconds(model, 5, 3) == pytest.approx(products[1])
+    assert seconds(plain, 5, 5) == seconds(model, 5, 5)
+
+
+def test_keys_that_are_read_beside_chunks_take_longer() -> None:
+    model, plain = LatencyModel(SHAPE, replace(AT, mixed_kv_rate=32e3)), LatencyModel(SHAPE, AT)
+    mixed = StepLoad(num_tokens=9, num_rows=2, num_chunks=1, kv_tokens=100, attention_pairs=50)
+    assert model.seconds(mixed) - plain.seconds(mixed) == pytest.approx(100 * 64 / 32e3)
+    decode = StepLoad(num_tokens=2, num_rows=2, kv_tokens=100)
+    assert model.seconds(decode) == plain.seconds(decode)
 
 
 def test_ranks_share_the_work_and_pay_for_it() -> None:

@@ -169,6 +169,7 @@ def calibrate(
             _NOT_FITTED,
             swaps_beside=first.is_gpu,
             padded_sizes=first.padded_sizes,
+            few_rows=first.few_rows,
             **moves,
         ),
         shapes=tuple(engine.shape for engine in engines),
@@ -192,6 +193,7 @@ class _Engine:
     shape: ModelShape
     steps: list[RecordedStep]
     padded_sizes: tuple[int, ...]
+    few_rows: int
     moves: dict[str, float]
     is_gpu: bool
     rounds: int
@@ -228,13 +230,18 @@ def _measure_engine(
     moves = measure_moves(core.executor)
     # The engine's own executor: what times the steps stands before it later.
     graphs = getattr(getattr(core.executor, "runner", None), "graphs", None)
-    padded_sizes = graphs.padded_sizes if graphs is not None else ()
+    padded_sizes, few_rows = (), 0
+    if graphs is not None:
+        from octavo.execution.kernels.linear import FEW_ROWS
+
+        padded_sizes, few_rows = graphs.padded_sizes, FEW_ROWS
     steps = measure_steps(core, report, chosen, tell, index)
     _close(core)
     return _Engine(
         shape=shape,
         steps=steps,
         padded_sizes=padded_sizes,
+        few_rows=few_rows,
         moves=moves,
         is_gpu=is_gpu,
         rounds=chosen.rounds,
@@ -388,7 +395,8 @@ def summary(calibration: Calibration) -> str:
         f"weights {at.byte_rate / 1e9:.1f} GB/s, products {at.flop_rate / 1e12:.3f} TFLOP/s, blend "
         f"{at.blend:g}; keys and values {at.kv_rate / 1e9:.1f} GB/s and {at.ramp_s * 1e6:.1f} µs a "
         f"layer, half of it at {at.ramp_bytes / 1e6:g} MB; attention of chunks "
-        f"{at.attention_rate / 1e12:.3f} TFLOP/s",
+        f"{at.attention_rate / 1e12:.3f} TFLOP/s; beside chunks "
+        f"{1e-9 / (1 / at.kv_rate + 1 / at.mixed_kv_rate):.1f} GB/s of them",
         f"a step {at.step_s * 1e6:.0f} µs, a layer {at.layer_s * 1e6:.1f} µs, a row "
         f"{at.row_s * 1e6:.1f} µs, a chunk {at.chunk_s * 1e6:.1f} µs, having chunks "
         f"{at.mixed_s * 1e6:.0f} µs",

@@ -64,8 +64,10 @@ class Calibration:
 
     def refitted(self, fixed: str) -> Calibration:
         """Its own points, fitted again; padded sizes and what moves blocks cost are kept."""
-        sizes = self.coefficients.padded_sizes
-        found = fit(self.points, fixed=fixed, padded_sizes=sizes).coefficients
+        at = self.coefficients
+        found = fit(
+            self.points, fixed=fixed, padded_sizes=at.padded_sizes, few_rows=at.few_rows
+        ).coefficients
         kept = ("copy_rate", "swap_rate", "map_s", "swaps_beside", "link_rate", "link_s")
         values = {each.name: getattr(found, each.name) for each in fields(Coefficients)}
         values |= {name: getattr(self.coefficients, name) for name in kept}

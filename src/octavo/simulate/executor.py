@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,12 +34,23 @@ TokenSource = Callable[[StepPlan, IntArray], IntArray]
 TopSource = Callable[[StepPlan, IntArray, int], tuple[IntArray, FloatArray]]
 
 
+class StepTime(NamedTuple):
+    """What a step takes of the device, and of the host to plan and launch it, in seconds.
+
+    ``is_captured``: it is launched in one piece, at the end of the host's work. The kernels of
+    another run while the host launches more of them, and end no sooner than it.
+    """
+
+    device_s: float
+    host_s: float = 0.0
+    is_captured: bool = True
+
+
 class Latency(Protocol):
     """How long steps take: `FixedLatency`, `octavo.simulate.latency.LatencyModel`."""
 
-    def stepper(self) -> Callable[[StepPlan, bool], float]:
-        """Seconds of plans from the end of the step before, given in the order of their launch, for
-        one executor; and whether each was launched while the step before still ran."""
+    def stepper(self) -> Callable[[StepPlan], StepTime]:
+        """Times of plans, given in the order of their launch, for one executor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +60,18 @@ class FixedLatency:
     step_s: float = 0.005
     token_s: float = 0.00002
 
-    def step_seconds(self, plan: StepPlan, is_behind: bool = False) -> float:
-        return self.step_s + self.token_s * plan.batch.num_tokens
+    def step_time(self, plan: StepPlan) -> StepTime:
+        return StepTime(self.step_s + self.token_s * plan.batch.num_tokens)
 
-    def stepper(self) -> Callable[[StepPlan, bool], float]:
-        return self.step_seconds
+    def stepper(self) -> Callable[[StepPlan], StepTime]:
+        return self.step_time
 
 
 class SimulatedExecutor:
     """Implements `octavo.core.protocols.Executor`.
+
+    Two clocks: ``now_s`` is the host's, which launches and waits for results; the device's says
+    when it has done all that was launched.
 
     ``tokens(plan, sampled_rows)`` makes the tokens of a step; without it every token is 0.
     ``tops(plan, asking_rows, k)`` makes the ``k`` likeliest next tokens of each row that asks, ids
@@ -76,22 +90,27 @@ class SimulatedExecutor:
         # Places that plans have mapped or unmapped so far.
         self.num_mapped = 0
         self._max_id = self.capacity.num_blocks - 1
-        self._step_seconds = (latency or FixedLatency()).stepper()
+        self._step_time = (latency or FixedLatency()).stepper()
         self._tokens = tokens
         self._tops = tops
         self._launched: deque[StepPlan] = deque()
-        # Of those launched, whether a step ran then.
-        self._is_behind: deque[bool] = deque()
+        # The moment at which each of them ends, and at which the last launched so far does.
+        self._ends_s: deque[float] = deque()
+        self._device_s = 0.0
         # Rows that want log probabilities, and of how many tokens.
         self._num_logprobs: dict[int, int] = {}
 
     def launch(self, plan: StepPlan) -> None:
-        self._is_behind.append(bool(self._launched))
+        device_s, host_s, is_captured = self._step_time(plan)
+        launched_s = self.now_s + host_s
+        begins_s = max(launched_s if is_captured else self.now_s, self._device_s)
+        self._device_s = max(begins_s + device_s, launched_s)
+        self.now_s = launched_s
         self._launched.append(plan)
+        self._ends_s.append(self._device_s)
 
     def collect(self) -> StepResult:
-        plan = self._launched.popleft()
-        self.now_s += self._step_seconds(plan, self._is_behind.popleft())
+        plan = self._ended()
         rows = plan.sampled_rows()
         resized = None
         arrived = tuple(c.transfer_id for c in plan.commands if isinstance(c, SwapIn))
@@ -112,6 +131,16 @@ class SimulatedExecutor:
             token_ids = self._tokens(plan, rows)
         logprobs = self._logprobs(plan, rows, token_ids) if self._num_logprobs else None
         return StepResult(plan.step_id, token_ids, arrived, logprobs, resized=resized)
+
+    def _ended(self) -> StepPlan:
+        """The oldest step, once it has ended."""
+        self.now_s = max(self.now_s, self._ends_s.popleft())
+        return self._launched.popleft()
+
+    def restart(self) -> None:
+        """Both clocks, at 0; nothing is launched then."""
+        assert not self._launched
+        self.now_s = self._device_s = 0.0
 
     def _logprobs(self, plan: StepPlan, rows: IntArray, token_ids: IntArray) -> StepLogprobs | None:
         places = [i for i, row in enumerate(rows.tolist()) if row in self._num_logprobs]
@@ -139,7 +168,7 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         self._launched.clear()
-        self._is_behind.clear()
+        self._ends_s.clear()
 
 
 def _simple_tops(

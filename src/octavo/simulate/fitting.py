@@ -2,13 +2,16 @@
 
 All terms of `latency` are linear in one over a rate or in an overhead, but for how bytes and
 operations of weights blend, how long one takes against the other, and how many keys it takes to
-fill the memory's pipe. These are searched on grids, the ratio finer where the best one was.
+fill the memory's pipe. These are searched on grids, the ratio finer where the best one was. Steps
+that are alike count as one, so that no kind fits better for having been measured more often.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,11 +70,16 @@ class Fit:
 
 
 def fit(
-    points: Sequence[Point], *, fixed: str = "step_s", padded_sizes: tuple[int, ...] = ()
+    points: Sequence[Point],
+    *,
+    fixed: str = "step_s",
+    padded_sizes: tuple[int, ...] = (),
+    few_rows: int = 0,
 ) -> Fit:
     """Coefficients of steps without moves. ``fixed`` names what a step's own seconds belong to:
     ``step_s``, or ``layer_s`` for a device whose host works ahead: there the host's seconds are
-    fitted too, and the ramp of reading keys. ``padded_sizes`` are known, not fitted.
+    fitted too, and the ramp of reading keys. ``padded_sizes`` and ``few_rows`` are known, not
+    fitted.
 
     Raises:
         FitError: fewer points than coefficients, or no decoding or no chunks among them.
@@ -87,9 +95,11 @@ def fit(
         kv_rate=1.0,
         attention_rate=1.0,
         padded_sizes=padded_sizes,
+        few_rows=few_rows,
         **(_host(points, padded_sizes) if fixed == "layer_s" else {}),
     )
     seconds = np.array([_device_s(point, at) for point in points])
+    counted = _counted(points)
     best: tuple[float, _Bend, Vector] | None = None
     ratios = _RATIOS
     ramps = _RAMP_BYTES if fixed == "layer_s" else (0.0,)
@@ -99,7 +109,7 @@ def fit(
                 for ramp_bytes in ramps:
                     bend = _Bend(blend, ratio, ramp_bytes)
                     terms = np.array([_terms(point, bend, fixed, at) for point in points])
-                    weights, error = _solve(terms, seconds)
+                    weights, error = _solve(terms, seconds, counted)
                     if best is None or error < best[0]:
                         best = (error, bend, weights)
         assert best is not None
@@ -162,18 +172,35 @@ def _host(points: Sequence[Point], padded_sizes: tuple[int, ...]) -> dict[str, f
         ]
         for point in known
     ]
-    found, _ = _solve(np.array(terms), np.array([point.host_s for point in known]))
+    seconds = np.array([point.host_s for point in known])
+    found, _ = _solve(np.array(terms), seconds, _counted(known))
     names = ("host_s", "host_row_s", "host_mixed_s", "host_layer_s")
     return dict(zip(names, found.tolist(), strict=True))
 
 
-def _solve(terms: Vector, seconds: Vector) -> tuple[Vector, float]:
+def _counted(points: Sequence[Point]) -> Vector:
+    """What each point's error is multiplied by: those that are alike count as much as one."""
+    alike = [_kind(point) for point in points]
+    counts = Counter(alike)
+    return np.array([counts[kind] ** -0.5 for kind in alike])
+
+
+def _kind(point: Point) -> tuple[str, int, int, int]:
+    """Of as many tokens within 1.4 times, and as many chunks, or keys, within twice."""
+    load, count = point.load, point.num_steps
+    tokens = int(2 * log2(max(load.num_tokens / count, 1)))
+    if load.num_chunks:
+        return point.shape.name, tokens, int(log2(max(load.num_chunks / count, 1))), -1
+    return point.shape.name, tokens, -1, int(log2(max(load.kv_tokens / count, 1)))
+
+
+def _solve(terms: Vector, seconds: Vector, counted: Vector) -> tuple[Vector, float]:
     """Least squares of relative errors: what a unit of each term takes, and their squares."""
-    scaled = terms / seconds[:, None]
+    scaled = terms / seconds[:, None] * counted[:, None]
     # Columns of one size: the solver's tolerances are absolute.
     sizes = np.maximum(np.linalg.norm(scaled, axis=0), 1e-300)
-    solution = non_negative_least_squares(scaled / sizes, np.ones(len(seconds)))
-    residual = scaled / sizes @ solution - 1
+    solution = non_negative_least_squares(scaled / sizes, counted)
+    residual = scaled / sizes @ solution - counted
     return solution / sizes, float(residual @ residual)
 
 
@@ -184,8 +211,10 @@ def _terms(point: Point, bend: _Bend, fixed: str, at: Coefficients) -> list[floa
     def blended(weights: float, rows: float) -> float:
         if not rows:
             return 0.0
-        num_bytes = weights * shape.weight_bytes
-        operations = 2 * weights * at.padded(rows) * bend.ratio
+        num_bytes, rows = weights * shape.weight_bytes, at.padded(rows)
+        if rows <= at.few_rows:
+            return float(num_bytes)
+        operations = 2 * weights * rows * bend.ratio
         return float((num_bytes**blend + operations**blend) ** (1 / blend))
 
     kv_bytes = load.kv_tokens * shape.token_bytes
@@ -201,12 +230,13 @@ def _terms(point: Point, bend: _Bend, fixed: str, at: Coefficients) -> list[floa
         load.num_chunks,
         1.0 if load.num_chunks else 0.0,
         ramp,
+        kv_bytes if load.num_chunks and fixed == "layer_s" else 0.0,
     ]
     return [term * count for term in step]
 
 
 def _coefficients(found: Vector, bend: _Bend, fixed: str, at: Coefficients) -> Coefficients:
-    weights, kv, pairs, own, row, chunk, mixed, ramp = found.tolist()
+    weights, kv, pairs, own, row, chunk, mixed, ramp, mixed_kv = found.tolist()
     byte_rate = 1 / weights if weights else INFINITE
     return replace(
         at,
@@ -220,6 +250,7 @@ def _coefficients(found: Vector, bend: _Bend, fixed: str, at: Coefficients) -> C
         row_s=row,
         chunk_s=chunk,
         mixed_s=mixed,
+        mixed_kv_rate=1 / mixed_kv if mixed_kv else INFINITE,
         ramp_s=ramp,
         ramp_bytes=bend.ramp_bytes or 1.0,
     )

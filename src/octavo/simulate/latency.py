@@ -4,10 +4,12 @@
 
     weights     bytes of the weights against products with them, for the tokens (layers) and for the
                 sampled rows (head): (memory ** blend + arithmetic ** blend) ** (1 / blend); a large
-                ``blend`` is the roofline's longer of the two, 1 is one after the other
-    kv          keys and values that rows of one token read, a shared prefix once: bytes / rate, and
-                in each layer a ramp that grows with them and saturates, since few keys do not fill
-                the memory's pipe and rows that are cut into parts are merged
+                ``blend`` is the roofline's longer of the two, 1 is one after the other; of at most
+                ``few_rows`` the bytes alone
+    kv          keys and values that rows of one token read, a shared prefix once: bytes / rate,
+                beside chunks some more, and in each layer a ramp that grows with them and
+                saturates, since few keys do not fill the memory's pipe and rows that are cut into
+                parts are merged
     attention   4 · pairs · attention width operations of longer chunks
     fixed       a step's own, each layer's, each row's, each chunk's, that of having chunks
     moves       blocks copied and mapped, then swapped: behind the step, or beside it
@@ -26,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
 from octavo.core.plan import StepPlan
+from octavo.simulate.executor import StepTime
 from octavo.simulate.load import LoadMeter, StepLoad
 from octavo.simulate.shape import ModelShape
 
@@ -38,6 +41,9 @@ class Coefficients:
 
     ``link_rate`` (bytes a second between ranks, each way) and ``link_s`` (an all-reduce of nothing)
     are needed for more than one rank only. ``swaps_beside``: swaps run beside the steps.
+    ``few_rows``: products of so many have kernels of their own, which do nothing but read weights.
+    ``mixed_kv_rate`` is of the bytes that a step with chunks reads for its other rows, and counts
+    beside ``kv_rate``: a kernel for chunks serves both.
     ``mixed_s`` is what a step with chunks takes more, however many: a GPU's decode steps are
     captured in one piece, and their launches are hidden.
 
@@ -65,6 +71,8 @@ class Coefficients:
     swaps_beside: bool = False
     link_rate: float = INFINITE
     link_s: float = 0.0
+    mixed_kv_rate: float = INFINITE
+    few_rows: int = 0
     ramp_s: float = 0.0
     ramp_bytes: float = 1.0
     padded_sizes: tuple[int, ...] = ()
@@ -124,6 +132,7 @@ class LatencyModel:
             self._reduce_token_s(),
             at.ramp_s * shape.num_layers,
             at.ramp_bytes * shape.num_layers / shape.token_bytes,
+            shape.token_bytes / at.mixed_kv_rate,
         )
         object.__setattr__(self, "_constants", constants)
 
@@ -147,7 +156,7 @@ class LatencyModel:
         """How long the device takes for one step."""
         (
             layers_b, layers_f, head_b, head_f, kv, pairs, fixed, reduce_s, reduce_token, ramp,
-            ramp_tokens,
+            ramp_tokens, mixed_kv,
         ) = self._constants  # fmt: skip
         at = self.at
         total = 0.0
@@ -155,12 +164,20 @@ class LatencyModel:
             blend = at.blend
             total = fixed + reduce_s
             num_tokens, num_sampled = at.padded(load.num_tokens), load.num_sampled
-            total += (layers_b**blend + (layers_f * num_tokens) ** blend) ** (1 / blend)
+            if num_tokens <= at.few_rows:
+                total += layers_b
+            else:
+                total += (layers_b**blend + (layers_f * num_tokens) ** blend) ** (1 / blend)
             if num_sampled:
                 num_sampled = at.padded(num_sampled)
-                total += (head_b**blend + (head_f * num_sampled) ** blend) ** (1 / blend)
+                if num_sampled <= at.few_rows:
+                    total += head_b
+                else:
+                    total += (head_b**blend + (head_f * num_sampled) ** blend) ** (1 / blend)
             if load.kv_tokens:
                 total += ramp * load.kv_tokens / (load.kv_tokens + ramp_tokens)
+                if load.num_chunks:
+                    total += mixed_kv * load.kv_tokens
             total += (
                 kv * load.kv_tokens
                 + pairs * load.attention_pairs
@@ -200,17 +217,17 @@ class LatencyModel:
             return device_s + exposed_s
         return max(device_s, exposed_s)
 
-    def stepper(self) -> Callable[[StepPlan, bool], float]:
+    def stepper(self) -> Callable[[StepPlan], StepTime]:
         """As `octavo.simulate.executor.Latency`."""
-        meter = LoadMeter()
-        at = self.at
+        meter, at = LoadMeter(), self.at
         has_host = bool(at.host_s or at.host_row_s or at.host_mixed_s or at.host_layer_s)
-        last_s = 0.0
 
-        def step_seconds(plan: StepPlan, is_behind: bool) -> float:
-            nonlocal last_s
+        def step_time(plan: StepPlan) -> StepTime:
             load = meter.measure(plan)
-            hidden_s, last_s = last_s if is_behind else 0.0, self.seconds(load)
-            return self.with_host(last_s, load, hidden_s) if has_host else last_s
+            if not has_host:
+                return StepTime(self.seconds(load))
+            return StepTime(
+                self.seconds(load), self.host_seconds(load), at.is_captured(load.num_tokens)
+            )
 
-        return step_seconds
+        return step_time

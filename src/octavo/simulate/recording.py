@@ -220,8 +220,7 @@ class _ReplayingExecutor(SimulatedExecutor):
         step_id = self._launched[0].step_id
         error = self._results.get(step_id)
         if isinstance(error, str):
-            self._launched.popleft()
-            self._is_behind.popleft()
+            self._ended()
             raise StepError(error)
         return super().collect()
 

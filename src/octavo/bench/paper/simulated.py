@@ -36,7 +36,7 @@ class SimulatedEngine:
         return self._executor.now_s
 
     def start(self) -> None:
-        self._executor.now_s = 0.0
+        self._executor.restart()
         self.core.scheduler.reset_prefix_cache()
 
     def wait_until(self, time_s: float) -> None:

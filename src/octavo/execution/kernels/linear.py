@@ -17,6 +17,9 @@ from octavo.execution.kernels.wide_linear import gated_wide_linear, suits
 # Multiprocessors of a Hopper or Ampere data-centre chip; two programs fit on each.
 _PROCESSORS = 132
 
+FEW_ROWS = 64
+"""Products of so many rows are all ours, and take little more than reading the weights."""
+
 
 def tiling(rows: int, outputs: int, inputs: int) -> Tiling | None:
     """How to cut a product of this size; None: the library's is faster.
@@ -30,7 +33,7 @@ def tiling(rows: int, outputs: int, inputs: int) -> Tiling | None:
     if rows <= 16:
         splits = triton.next_power_of_2(triton.cdiv(2 * _PROCESSORS - 8, tiles))
         return Tiling(64, 128, _limited(splits, inputs), 4, 4, prefetch=2)
-    if rows <= 64:
+    if rows <= FEW_ROWS:
         if tiles >= 4 * 96 and rows > 32:
             return Tiling(128, 128, 1, 4, 8, prefetch=0)
         # One program on each multiprocessor, with many loads in flight.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ from octavo.execution.device import CUDADevice
 from octavo.execution.device_edits import most_bytes
 from octavo.execution.executors.gpu import GPUExecutor
 from octavo.execution.gpu_runner import GPURunner
+from octavo.execution.kernels.ahead import compiling_ahead
+from octavo.execution.kernels.row_state import scatter
 from octavo.execution.models.loading import load_model
 from octavo.execution.pages.interface import PageError
 
@@ -48,6 +51,7 @@ _FP8_CAPABILITY = (8, 9)
 _GRAPH_BYTES = 2**30
 # Sequences with penalties, biases or masks that memory is kept for; more take what is unused.
 _EDITING_SEQS = 256
+_SHORT_CHUNK = 32
 
 
 def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
@@ -68,6 +72,7 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
     _check_fp8(config, limits, torch.cuda.get_device_capability(device.torch_device))
     torch.zeros(1, device=device.torch_device)
     start_s["context"] = clock() - started
+    has_compiler = _start_compiler(device)
     started = clock()
     model = load_model(
         limits.path,
@@ -94,7 +99,16 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         if attention == "flash3" and not parts.attends_densely:
             attention = "triton"
         started = clock()
-        workspace_bytes = _measured_workspace(parts)
+        has_compiler.result()
+        used_bytes = torch.cuda.memory_allocated()
+        # Just large enough for the largest chunk.
+        num_tokens = max(min(limits.max_num_batched_tokens, limits.max_model_len - 2), 1)
+        runner = parts.runner(parts.layout.num_blocks(num_tokens + 2) + 1, capture=False)
+        compile_kernels(parts, runner, num_tokens)
+        start_s["kernels"] = clock() - started
+        started = clock()
+        workspace_bytes = _measured_workspace(parts, runner, num_tokens, used_bytes)
+        del runner
         start_s["first forward"] = clock() - started
         started = clock()
         memory = _memory(config, parts, workspace_bytes)
@@ -114,7 +128,7 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
                 runner.arena.slots.max_mapped_blocks, limits.max_model_len, maps_forks
             )
         most_tokens = min(parts.layout.block_size * (num_blocks - 1), limits.max_model_len)
-        warm_up(runner, min(32, most_tokens - 2))
+        warm_up(runner, min(_SHORT_CHUNK, most_tokens - 2))
         start_s["pool"] = clock() - started
     except PageError as error:
         raise ConfigError(f"kv=virtual: {error}; or use kv=paged") from error
@@ -254,6 +268,46 @@ def warm_up(runner: GPURunner, num_tokens: int) -> None:
     _hide(runner, init)
 
 
+def _start_compiler(device: CUDADevice) -> Future[None]:
+    """Have Triton do, beside the loading of weights, what it does before its first kernel: it reads
+    all of its own code to know what is in its cache, and has its calls to the driver compiled."""
+
+    def work() -> None:
+        with torch.cuda.device(device.torch_device), compiling_ahead():
+            ints = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+            scatter(ints, ints, ints)
+
+    threads = ThreadPoolExecutor(1, "compile")
+    started = threads.submit(work)
+    threads.shutdown(wait=False)
+    return started
+
+
+def compile_kernels(parts: GPUParts, runner: GPURunner, num_tokens: int) -> None:
+    """Compile, in parallel, what `warm_up` launches over ``runner`` for a chunk of ``num_tokens``
+    and for a short one, and the widest head.
+
+    Steps run without their kernels, so that states, keys and values are whatever memory held; rows,
+    places and tokens by which anything is looked up are copied from the host, or zeros. What is not
+    seen here is compiled when it is launched.
+
+    Raises:
+        KernelError: a kernel cannot be compiled.
+    """
+    with compiling_ahead():
+        warm_up(parts.short_runner(runner, capture=False), num_tokens)
+        # Captured steps are padded, and may be launched otherwise.
+        warm_up(parts.short_runner(runner, capture=True), min(_SHORT_CHUNK, num_tokens))
+        _run_widest_head(parts)
+
+
+def _run_widest_head(parts: GPUParts) -> None:
+    with torch.inference_mode():
+        shape = (parts.limits.max_num_seqs, parts.model.config.hidden_size)
+        device = parts.device.torch_device
+        parts.gpu_model.logits(torch.zeros(shape, dtype=parts.model.dtype, device=device))
+
+
 def _mapping(runner: GPURunner, init: RowInit) -> tuple[KVCommand, ...]:
     """What shows the row's blocks in its slot, where there are slots."""
     if runner.arena.slots is None:
@@ -270,23 +324,19 @@ def _hide(runner: GPURunner, init: RowInit) -> None:
         runner.arena.slots.mapper.wait()
 
 
-def _measured_workspace(parts: GPUParts) -> int:
-    """Bytes that a step takes beside weights and pool: the largest forward pass and the widest head
-    are run once, over a pool just large enough."""
-    layout, limits = parts.layout, parts.limits
-    num_tokens = max(min(limits.max_num_batched_tokens, limits.max_model_len - 2), 1)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    runner = parts.runner(layout.num_blocks(num_tokens + 2) + 1, capture=False)
+def _measured_workspace(
+    parts: GPUParts, runner: GPURunner, num_tokens: int, used_bytes: int
+) -> int:
+    """Bytes that a step takes beside weights and pool: the largest forward pass, of ``num_tokens``,
+    and the widest head are run once. ``used_bytes`` were allocated before ``runner`` was made."""
     # Driver pages are not the allocator's.
     pool_bytes = 0 if parts.is_virtual else runner.arena.kv.nbytes
-    warm_up(runner, num_tokens)
-    with torch.inference_mode():
-        shape = (limits.max_num_seqs, parts.model.config.hidden_size)
-        device = parts.device.torch_device
-        parts.gpu_model.logits(torch.zeros(shape, dtype=parts.model.dtype, device=device))
     torch.cuda.synchronize()
-    return max(torch.cuda.max_memory_allocated() - before - pool_bytes, 0)
+    torch.cuda.reset_peak_memory_stats()
+    warm_up(runner, num_tokens)
+    _run_widest_head(parts)
+    torch.cuda.synchronize()
+    return max(torch.cuda.max_memory_allocated() - used_bytes - pool_bytes, 0)
 
 
 def _memory(config: EngineConfig, parts: GPUParts, workspace_bytes: int) -> DeviceMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -51,16 +52,12 @@ class GPUParts:
             ConfigError: a block of this size cannot be mapped, or the model is not deterministic.
         """
         self.model = model
-        self.gpu_model: GPUModel
-        if can_fuse(model):
-            self.gpu_model = FusedDecoder(model, is_invariant=is_invariant)
-        elif is_invariant:
+        if is_invariant and not can_fuse(model):
             raise ConfigError(
                 f"{limits.model_config.architecture} does not run deterministically on a GPU; "
                 "leave deterministic out, or use device=cpu"
             )
-        else:
-            self.gpu_model = UnfusedDecoder(model)
+        self.gpu_model = _gpu_model(model, is_invariant)
         self.is_invariant = is_invariant
         self.device = device
         self.limits = limits
@@ -101,12 +98,25 @@ class GPUParts:
     ) -> GPURunner:
         """A runner over a pool of ``num_blocks``, the null block included; under ``virtual`` one
         that can grow to ``max_blocks``."""
-        limits = self.limits
         arena = self._arena(num_blocks, num_host_blocks, max_blocks)
+        return self._runner(self.gpu_model, arena, self._attention(arena), capture)
+
+    def short_runner(self, runner: GPURunner, capture: bool) -> GPURunner:
+        """Rows of its own over the pool of ``runner``, and a model of the first two layers and the
+        last: they launch every kernel that the whole does, where all layers are alike."""
+        short = copy.copy(self.model)
+        short.layers = [*short.layers[:2], *short.layers[2:][-1:]]
+        model = _gpu_model(short, self.is_invariant)
+        return self._runner(model, runner.arena, runner.attention, capture)
+
+    def _runner(
+        self, model: GPUModel, arena: DeviceArena, attention: PagedAttention, capture: bool
+    ) -> GPURunner:
+        limits = self.limits
         return GPURunner(
-            self.gpu_model,
+            model,
             arena,
-            self._attention(arena),
+            attention,
             self.device,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
@@ -157,6 +167,12 @@ class GPUParts:
             pages=kind(self.layout.block_bytes),
             max_blocks=max_blocks,
         )
+
+
+def _gpu_model(model: Decoder, is_invariant: bool) -> GPUModel:
+    if can_fuse(model):
+        return FusedDecoder(model, is_invariant=is_invariant)
+    return UnfusedDecoder(model)
 
 
 def _page_bytes(device: Device) -> int:

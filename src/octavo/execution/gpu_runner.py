@@ -85,6 +85,7 @@ class GPURunner:
         # Rows that decode would attend in another order than the same tokens in a chunk.
         self._has_steady = not attention.is_invariant
         self.arena = arena
+        self.attention = attention
         self.device = device
         max_blocks = num_blocks_for(max_model_len, arena.layout.block_size)
         self.rows = DeviceRows(device, max_num_seqs, max_blocks, depth)

@@ -29,6 +29,7 @@ from octavo.execution.captured_sizes import (
 )
 from octavo.execution.device import Device
 from octavo.execution.device_rows import DeviceRows
+from octavo.execution.kernels.ahead import is_compiling_ahead
 from octavo.execution.kernels.prefill_attention import PrefillTiles
 from octavo.execution.kernels.prefix_attention import PrefixTiles, tile_rows
 from octavo.execution.kernels.row_state import fill_tokens, gather_rows
@@ -308,7 +309,7 @@ class StepGraphs:
         return logits[:count] if has_logits else None
 
     def _run(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        if not self._captures:
+        if not self._captures or is_compiling_ahead():
             return work()
         if key not in self._graphs:
             self._graphs[key] = None
@@ -368,6 +369,8 @@ class StepGraphs:
     ) -> torch.Tensor:
         token_ids, token_rows, positions = (sent[part * width :][:size] for part in range(3))
         fill_tokens(token_ids, token_rows, self._rows.last_token)
+        if is_compiling_ahead():
+            token_ids.clamp_(min=0)  # Not filled in, and about to be looked up.
         counts = sent[3 * width :]
         first = 3 * width + ALIGN
         tiles = None

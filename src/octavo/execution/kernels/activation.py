@@ -6,9 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.gpu import OVERLAP, PDL, SplitSum, begin, load_sum, pointer_and_splits
 
 
+@Kernel
 @triton.jit
 def _silu_and_mul(
     gate_up,

@@ -6,10 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
+
 # 16 KB a program: 128 of them move a block of 2 MB.
 _BLOCK = 4096
 
 
+@Kernel
 @triton.jit
 def _copy_blocks(pool, sources, destinations, words, BLOCK: tl.constexpr):
     i = tl.program_id(0)

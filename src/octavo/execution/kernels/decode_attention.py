@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.decode_parts import WIDTH, DecodeParts
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 from octavo.execution.kernels.rope import kv_offset
@@ -55,6 +56,7 @@ def _add_prefix(
     return acc, total, largest
 
 
+@Kernel
 @triton.jit
 def _decode(
     queries,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 
 # Of a part: its token, row, first key, end, place among the row's parts, and their number.
@@ -34,6 +35,7 @@ class DecodeParts:
         return max_tokens + programs // num_kv_heads + 1
 
 
+@Kernel
 @triton.jit
 def _decode_parts(
     token_rows,

@@ -6,10 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 from octavo.execution.kernels.rope import to_e4m3
 
 
+@Kernel
 @triton.jit
 def _quantize_rows(
     x,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from octavo.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES
+from octavo.execution.kernels.ahead import Kernel
 
 STOP, FORBIDDEN, IN_PROMPT = 1 << 30, 1 << 29, 1 << 28
 
@@ -82,6 +83,7 @@ def _changed(x, word, setting, index):
     return tl.where(is_forbidden, float("-inf"), y)
 
 
+@Kernel
 @triton.jit
 def _edit(
     logits, places, slots, indices, words, settings, out, vocab, stride, width, BLOCK: tl.constexpr
@@ -97,6 +99,7 @@ def _edit(
     tl.store(out + i.to(tl.int64) * vocab + n, y, mask=mask)
 
 
+@Kernel
 @triton.jit
 def _edit_biased(
     logits,
@@ -130,6 +133,7 @@ def _edit_biased(
     tl.store(out + i.to(tl.int64) * vocab + token, y, mask=mask)
 
 
+@Kernel
 @triton.jit
 def _forbid_phrases(
     slots,
@@ -208,6 +212,7 @@ def edit_logits(
         )
 
 
+@Kernel
 @triton.jit
 def _record(
     tokens,

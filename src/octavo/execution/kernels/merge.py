@@ -6,9 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.rope import kv_offset
 
 
+@Kernel
 @triton.jit
 def _gather_keys(
     keys,
@@ -89,6 +91,7 @@ def gather_keys(
     return out
 
 
+@Kernel
 @triton.jit
 def _merge(
     out,

@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
+
 _BLOCK = 1024
 
 
+@Kernel
 @triton.jit
 def _list_pages(tables, rows, starts, pages, width, BLOCK: tl.constexpr):
     index = tl.program_id(0)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 from octavo.execution.kernels.rope import kv_offset
 
@@ -86,6 +87,7 @@ def attend(
     return acc, total, largest
 
 
+@Kernel
 @triton.jit
 def _prefill(
     queries,

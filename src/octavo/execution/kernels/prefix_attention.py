@@ -13,11 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.decode_attention import SharedPrefixParts
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 from octavo.execution.kernels.prefill_attention import BLOCK_M, attend, tile_tokens
 
 
+@Kernel
 @triton.jit
 def _prefix(
     queries,

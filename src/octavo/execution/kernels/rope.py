@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.gpu import (
     OVERLAP,
     PDL,
@@ -35,6 +36,7 @@ def to_e4m3(x):
     return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
+@Kernel
 @triton.jit
 def _rope_and_write(
     qkv,

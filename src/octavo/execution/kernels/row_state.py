@@ -6,9 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 
 
+@Kernel
 @triton.jit
 def _gather_rows(
     rows,
@@ -57,6 +59,7 @@ def gather_rows(
     )
 
 
+@Kernel
 @triton.jit
 def _scatter(target, indices, values, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -71,6 +74,7 @@ def scatter(target: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -
         _scatter[(triton.cdiv(count, 256),)](target, indices, values, count, BLOCK=256)
 
 
+@Kernel
 @triton.jit
 def _fill_tokens(
     token_ids, token_rows, last_token, num_tokens, BLOCK: tl.constexpr, PDL: tl.constexpr

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 
 BAD_LOGITS = -1
@@ -52,6 +53,7 @@ def _ordered(x):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
+@Kernel
 @triton.jit
 def _argmax(
     logits,
@@ -187,6 +189,7 @@ def _mass_above(base, vocab, key, largest, inverse, floor, BLOCK: tl.constexpr):
     return tl.sum(mass, axis=0)
 
 
+@Kernel
 @triton.jit
 def _sample(
     logits,

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.gpu import OVERLAP, PDL, SplitSum, prefetch_lines
 
 MAX_ROWS = 128
@@ -37,6 +38,7 @@ class Tiling:
     block_m: int = 0
 
 
+@Kernel
 @triton.jit
 def _skinny_linear(
     x,

@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.gpu import INTERPRETED, OVERLAP, PDL, begin
 
 # From a search on an H200: 128 rows, 128 gates and what they gate, at 128 and at 256 rows.
 _ROWS, _FEATURES, _INPUTS = 128, 128, 64
 
 
+@Kernel
 @triton.jit
 def _gated_wide_linear(
     x,

@@ -290,6 +290,7 @@ class EngineLoop:
             num_pinned_blocks=scheduler.manager.num_pinned_blocks,
             num_lasting_blocks=scheduler.resizing.num_lasting_blocks,
             is_asleep=scheduler.resizing.is_asleep,
+            captured_bytes=self._core.captured_bytes,
         )
 
     def _send_last_stats(self) -> None:

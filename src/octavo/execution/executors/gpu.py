@@ -53,6 +53,11 @@ class GPUExecutor:
             pending.event.query() for pending in self._pending if isinstance(pending, PendingStep)
         )
 
+    @property
+    def captured_bytes(self) -> int:
+        """The device's memory that captured steps have taken so far."""
+        return 0 if self.runner is None else self.runner.graphs.captured_bytes
+
     def close(self) -> None:
         self.runner = None
 

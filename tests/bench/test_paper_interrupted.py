@@ -1,4 +1,4 @@
-"""Ctrl-C in a figure of the papers: rows that are whole are kept, drawn and told as what they are."""
+"""Ctrl-C in a figure of the papers: rows that are whole are kept, drawn and told as such."""
 
 from __future__ import annotations
 

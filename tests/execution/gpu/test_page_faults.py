@@ -1,6 +1,6 @@
 """What the driver refuses while an engine serves: its requests fail with the reason, the others and
-the engine go on, and nothing is left behind. In driver pages on a GPU; in memory files elsewhere, with
-``--long``: Triton's interpreter takes a minute for it, and `engine.test_virtual` has a CPU's own.
+the engine go on, and nothing is left behind. In driver pages on a GPU; in memory files elsewhere,
+with ``--long``: Triton's interpreter takes a minute, and `engine.test_virtual` has a CPU's own.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -271,7 +271,8 @@ def prefix_hits(llm: LLM, num_tokens: int, own: int = 17, repeats: int = 12) -> 
     A hit costs ``virtual`` the mapping of its blocks before the step can begin; what is computed
     anew needs blocks that are mapped too, but for those its slot still shows.
     """
-    random = np.random.default_rng(11)
+    # Each count has prompts of its own: nothing of them is cached from the one before.
+    random = np.random.default_rng((11, num_tokens))
 
     def tokens(count: int) -> list[int]:
         drawn: list[int] = random.integers(0, llm.report.vocab_size, count).tolist()

@@ -221,7 +221,8 @@ class Mapper:
             try:
                 self._map(slot, wanted)
             except PageError as error:
-                failure = error
+                # Without the frames it came through, this one among them, which would keep it.
+                failure = error.with_traceback(None)
             except Exception as error:
                 # The thread outlives what nobody thought of; the step that reads the slot fails.
                 failure = PageError(f"{type(error).__name__}: {error}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from octavo.core.request import Finished, FinishReason, PoolBusyError, Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.engine.pool import run_resize
+from octavo.execution.executors import gpu
 from octavo.execution.pages.cuda import CudaPages
 from octavo.execution.pages.interface import PageError, Pages
 from octavo.execution.slots import Slots
@@ -142,6 +144,15 @@ def forget(core: EngineCore) -> tuple[int, int]:
     return pages.num_mappings, pages.num_handles
 
 
+def make_core(folder: Path) -> EngineCore:
+    # On a GPU a page of 2 MiB then holds 128 tokens.
+    wide = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    tiny_qwen3(**(wide if ON_GPU else {"head_dim": 16})).save_pretrained(folder)
+    return gpu_engine(
+        folder, num_blocks=NUM_BLOCKS, depth=2, chunk=64, kv="virtual", max_blocks=MAX_BLOCKS
+    )
+
+
 @pytest.fixture(scope="module")
 def core(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
@@ -149,17 +160,10 @@ def core(
     """One engine for all faults, each of which leaves it as it was."""
     if not ON_GPU and not pytestconfig.getoption("--long"):
         pytest.skip("needs a GPU, or --long")
-    folder = tmp_path_factory.mktemp("tiny")
-    # On a GPU a page of 2 MiB then holds 128 tokens.
-    wide = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
-    tiny_qwen3(**(wide if ON_GPU else {"head_dim": 16})).save_pretrained(folder)
-    core = gpu_engine(
-        folder, num_blocks=NUM_BLOCKS, depth=2, chunk=64, kv="virtual", max_blocks=MAX_BLOCKS
-    )
+    core = make_core(tmp_path_factory.mktemp("tiny"))
     pages = pages_of(core)
     yield core
     core.close()
-    # Errors of steps that failed know the frames that they came through.
     gc.collect()
     assert pages.num_handles == 0
 
@@ -199,6 +203,31 @@ def test_a_mapping_that_fails_ends_its_requests_only(
     assert served == {number: alone[number] for number in served}
     assert serve(core)[0] == alone
     assert forget(core) == at_start
+
+
+@pytest.mark.parametrize("fault", ["cuMemMap", "thread"])
+def test_what_failed_keeps_nothing_of_a_closed_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Its memory goes at once, not with some later collection."""
+    core = make_core(tmp_path)
+    pages = pages_of(core)
+    # Records of the log, which tests keep, know the error.
+    monkeypatch.setattr(gpu.logger, "disabled", True)
+    gc.collect()
+    gc.disable()
+    try:
+        with broken_thread(slots_of(core)) if fault == "thread" else refusing(pages, fault):
+            core.scheduler.add(request(1))
+            finished: list[Finished] = []
+            while core.has_work:
+                finished += core.step().finished
+        assert [each.reason for each in finished] == [FinishReason.ERROR]
+        assert pages.num_handles == NUM_BLOCKS
+        core.close()
+        assert pages.num_handles == 0
+    finally:
+        gc.enable()
 
 
 def check_growth_that_fails(core: EngineCore, alone: dict[int, list[int]], match: str) -> None:

@@ -20,15 +20,23 @@ from octavo.cli import app
 from octavo.engine.core import EngineCore
 
 SMALL: dict[str, dict[str, Any]] = {
-    "2": {"num_requests": 14, "num_blocks": 140},
+    "2": {"num_blocks": 140},
     "12": {"num_requests": 12, "rates": (0.5, 2.0), "managers": ("orca-max", "paged")},
-    "13": {"num_requests": 14, "num_blocks": 140},
+    "13": {"num_blocks": 140},
     "14": {"num_requests": 8, "rates": (2.0,), "widths": (2,), "managers": ("orca-max", "paged")},
     "15": {"num_requests": 4, "widths": (2, 4)},
     "16": {"num_requests": 8, "rates": (8.0,), "managers": ("orca-oracle", "paged")},
     "18": {"num_requests": 8},
     "19": {"num_requests": 8},
 }
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """More than 140 blocks hold at once, and soon over."""
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_tokens,output_tokens\n" + "900,20\n700,30\n" * 4)
+    return str(path)
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +62,10 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, number: int) -> Callable[[], i
 
 @pytest.mark.parametrize("number", list(FIGURES))
 def test_what_is_whole_is_as_if_nothing_had_happened(
-    number: str, monkeypatch: pytest.MonkeyPatch
+    number: str, trace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figure, options = FIGURES[number], PaperOptions(**SMALL[number])
+    given = SMALL[number] if number not in ("2", "13") else SMALL[number] | {"trace": trace}
+    figure, options = FIGURES[number], PaperOptions(**given)
     with monkeypatch.context() as patch:
         num_steps = interrupt_at(patch, -1)
         whole = figure.measure(options)
@@ -71,23 +80,23 @@ def test_what_is_whole_is_as_if_nothing_had_happened(
     figure.draw(Figure(), cut.rows)
 
 
-def paper(*arguments: str) -> Result:
-    small = ("--num-requests", "14", "--num-blocks", "140")
+def paper(trace: str, *arguments: str) -> Result:
+    small = ("--trace", trace, "--num-blocks", "140")
     return CliRunner().invoke(app, ["bench", "paper", "--figure", "13", *small, *arguments])
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_the_command_writes_what_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    tmp_path: Path, trace: str, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     with monkeypatch.context() as patch:
         num_steps = interrupt_at(patch, -1)
-        assert paper().exit_code == 0
+        assert paper(trace).exit_code == 0
         total = num_steps()
     interrupt_at(monkeypatch, total)
     table = tmp_path / "table.csv"
     as_json = ["--json"] if form == "json" else []
-    done = paper("--csv", str(table), "--output", str(tmp_path), *as_json)
+    done = paper(trace, "--csv", str(table), "--output", str(tmp_path), *as_json)
     assert done.exit_code == 130
     assert "interrupted; rows of the table that are whole: 4" in done.stderr
     assert (tmp_path / "figure-13.png").read_bytes().startswith(b"\x89PNG")
@@ -106,11 +115,11 @@ def test_the_command_writes_what_is_whole(
 
 
 def test_before_anything_is_whole_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt_at(monkeypatch, 5)
     table = tmp_path / "table.csv"
-    done = paper("--csv", str(table))
+    done = paper(trace, "--csv", str(table))
     assert done.exit_code == 130
     assert "nothing that counts was measured yet" in done.stderr
     assert not table.exists()

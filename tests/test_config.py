@@ -105,7 +105,14 @@ def test_what_keys_and_values_are_kept_in_has_other_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("port", 70000), ("drain_timeout_s", -1.0), ("max_request_bytes", 1)]
+    ("field", "value"),
+    [
+        ("host", ""),
+        ("host", " "),
+        ("port", 70000),
+        ("drain_timeout_s", -1.0),
+        ("max_request_bytes", 1),
+    ],
 )
 def test_a_bad_server_option_is_named(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):

@@ -298,6 +298,11 @@ class ServerConfig:
                 "api_keys: one has a space, or a character that not every client sends alike in a "
                 "header; use letters, digits and punctuation of ASCII"
             )
+        if not isinstance(self.host, str) or not self.host.strip():
+            raise ConfigError(
+                f"host must be an address such as 127.0.0.1, or 0.0.0.0 for every one of this "
+                f"machine, got {self.host!r}"
+            )
         _range("port", self.port, 0, 65535)
         _range("max_request_bytes", self.max_request_bytes, 1024, 2**31)
         _range("max_connections", self.max_connections, 1, 1_000_000)

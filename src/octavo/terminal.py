@@ -10,6 +10,9 @@ from typing import Any
 
 import typer
 
+INTERRUPTED = 130
+"""The exit code that shells show of a process that Ctrl-C ended."""
+
 
 @contextmanager
 def readable_errors(wrong_input: tuple[type[Exception], ...] = ()) -> Iterator[None]:

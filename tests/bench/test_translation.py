@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,28 @@ def test_every_figure_of_both_translations(shape: str) -> None:
     for row in rows:
         figures = {name: value for name, value in row.items() if name not in ("work", "kind")}
         assert figures
-        assert all(value > 0 for value in figures.values()), row
+        # Waiting may cost no CPU time, and the mapping thread may have nothing to do.
+        least = {"waiting_cpu_ms", "mapping_cpu_ms"}
+        assert all(value > 0 or name in least for name, value in figures.items()), row
+        assert row["kind"] == "virtual" or not figures.get("mapping_cpu_ms")
         assert all(name in line(row) for name in figures)
+
+
+@pytest.mark.parametrize("kind", ["paged", "virtual"])
+def test_cpu_time_is_that_of_all_threads(shape: str, kind: str) -> None:
+    with translation.opened(shape, kind) as llm:
+        before = translation.mapping_cpu_s(), time.process_time()
+        with timed_steps(llm) as steps:
+            translation.works.generate(llm, [(9, 30)] * 3, 0)
+        mapping_s = translation.mapping_cpu_s() - before[0]
+        process_s = time.process_time() - before[1]
+    assert (mapping_s > 0) == (kind == "virtual")
+    assert 0 < sum(s.cpu_s for s in steps) <= process_s
+    assert sum(s.mapping_cpu_s for s in steps) <= mapping_s
+    assert any(s.mapping_cpu_s > 0 for s in steps) == (kind == "virtual")
+    for step in steps:
+        assert step.cpu_s >= 0
+        assert step.waiting_cpu_s + step.mapping_cpu_s <= step.cpu_s + 1e-3, "no clock is exact"
 
 
 @pytest.mark.parametrize("kind", ["paged", "virtual"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octavo.bench import floors, works
+from octavo.bench import captures, floors, works
 from octavo.bench.ceilings import Ceilings
 from octavo.bench.floors import Cost, Floors
 from octavo.cli import app
@@ -54,6 +54,44 @@ def test_a_figure_as_text() -> None:
     figure = works.Figure(work="decode 8", unit="ms a step", figure=4.0, floor=3.0, share=0.75)
     assert works.line(figure).split() == ["decode", "8", "4.00", "ms", "a", "step", "3.00", "0.75"]
     assert "startup" in works.line(works.Figure(work="startup", unit="s", figure=5.0))
+
+
+def test_every_captured_size_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as a capture needs, and nothing that the engine would refuse."""
+    llm: Any = SimpleNamespace(
+        report=SimpleNamespace(
+            max_num_seqs=5, max_num_batched_tokens=256, max_model_len=400,
+            memory=SimpleNamespace(graph_bytes=2**30),
+        ),
+        _core=SimpleNamespace(
+            executor=SimpleNamespace(
+                runner=SimpleNamespace(
+                    graphs=SimpleNamespace(
+                        padded_sizes=(1, 2, 16, 64, 128, 256, 384),
+                        captured_bytes=3 * 2**20, num_captured=7,
+                    )
+                )
+            )
+        ),
+    )  # fmt: skip
+    asked: list[list[tuple[int, int]]] = []
+    monkeypatch.setattr(works, "generate", lambda _, lengths, seed: asked.append(lengths))
+    captures.capture_all(llm)
+    decoded, *prompts = asked
+    for rows in range(1, 6):
+        steps = sorted(output for _, output in decoded)
+        ends = [0, *steps]
+        assert ends[-rows] - ends[-rows - 1] >= 2
+    for size in (64, 128, 256):
+        assert prompts.count([(size, 1)]) >= 2
+    for size in (64, 128):
+        assert prompts.count([(256, 4), (size - 1, 2)]) >= 2
+    assert all(prompt + output <= 400 for lengths in asked for prompt, output in lengths)
+    found = captures.captured_bytes(llm)
+    assert found == {"captured_bytes": 3 * 2**20, "kept_bytes": 2**30, "num_captured": 7}
+    assert works.line(captures.figure(found)).split(maxsplit=3) == [
+        "graphs", "3.00", "MiB", "7 captured steps; 1024 MiB are kept for them",
+    ]  # fmt: skip
 
 
 def test_what_the_host_hides(monkeypatch: pytest.MonkeyPatch) -> None:

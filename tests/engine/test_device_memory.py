@@ -97,13 +97,14 @@ def test_every_part_is_told() -> None:
     ready = decode_from_engine(encode(Ready(report)))
     assert ready == Ready(report)
     engine: Any = SimpleNamespace(
-        report=report, stats=EngineStats(), num_outstanding=0, pid=None, error=None
+        report=report, stats=EngineStats(captured_bytes=77), num_outstanding=0, pid=None, error=None
     )
     text = Metrics(engine).text().decode()
     values = re.findall(r'octavo_gpu_memory_bytes\{part="[\w ]+"\} (\S+)', text)
     assert sum(map(float, values)) == 80 * GIB
     (total,) = re.findall(r"^octavo_gpu_memory_total_bytes (\S+)", text, re.M)
     assert float(total) == 80 * GIB
+    assert re.findall(r"^octavo_gpu_graph_bytes (\S+)", text, re.M) == ["77.0"]
     engine.report = replace(report, memory=None)
-    assert "gpu_memory" not in Metrics(engine).text().decode()
+    assert "octavo_gpu" not in Metrics(engine).text().decode()
     assert "memory" not in engine.report.fields()

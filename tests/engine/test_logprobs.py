@@ -85,15 +85,17 @@ def collect(
     return tokens, {number: scores.values() for number, scores in prompts.items()}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_samples_of_a_request_have_their_own(model: Path, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("kv", "depth"), [("paged", 1), ("paged", 2), ("virtual", 1), ("virtual", 2)]
+)
+def test_samples_of_a_request_have_their_own(model: Path, kv: str, depth: int) -> None:
     """The prompt's are the first sample's; a neighbour that asked for none has none."""
     params = SamplingParams(
         temperature=1.5, repetition_penalty=1.2, min_tokens=2, logprobs=2, prompt_logprobs=1
     )
     prompt, stops = int_array(range(3, 25)), tuple(range(40, 80))
     neighbour = Request(100, prompt, SamplingParams(), 12, 1, stop_token_ids=stops)
-    core, _ = build(model, depth=depth, max_num_batched_tokens=9)
+    core, _ = build(model, kv=kv, attention="auto", depth=depth, max_num_batched_tokens=9)
     together = Request(10, prompt, params, 9, 50, stop_token_ids=stops, n=3)
     tokens, prompts = collect(core, [neighbour, together])
     core, _ = build(model, depth=1)

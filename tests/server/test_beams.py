@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,29 @@ def complete(server: TinyServer, *, beam: dict[str, Any] | None = None, **option
     )
 
 
+@pytest.fixture(scope="module", params=["paged", "virtual"])
+def served(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[TinyServer]:
+    """The common server, and one whose beams share blocks through slots."""
+    if request.param == "paged":
+        yield request.getfixturevalue("server")
+        return
+    own = TinyServer(tiny_model, engine={"kv": request.param})
+    try:
+        yield own.wait_ready()
+    finally:
+        own.stop()
+
+
 @pytest.fixture(scope="module")
 def beams(tiny_model: Path) -> Any:
-    """What the engine finds in process: four beams."""
+    """What the engine finds in process: four beams. Attention over slots rounds elsewhere."""
     params = SamplingParams(use_beam_search=True, beam_width=4, max_tokens=8, logprobs=2)
     with LLM(str(tiny_model), threads=1, kv_memory="16MiB") as llm:
         return llm.generate(PROMPT, params)[0].beams
 
 
-def test_completions(server: TinyServer, beams: Any) -> None:
-    answer = complete(server, n=3, logprobs=2, beam={"beam_width": 4})
+def test_completions(served: TinyServer, beams: Any) -> None:
+    answer = complete(served, n=3, logprobs=2, beam={"beam_width": 4})
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert [choice.text for choice in answer.choices] == [beam.text for beam in beams[:3]]
     scores = [choice.score for choice in answer.choices]
@@ -46,23 +60,23 @@ def test_completions(server: TinyServer, beams: Any) -> None:
     assert scores == pytest.approx([beam.score for beam in beams[:3]], abs=1e-5)
     for choice, beam in zip(answer.choices, beams, strict=False):
         found = choice.logprobs.token_logprobs
-        assert found == pytest.approx([value.logprob for value in beam.logprobs], abs=1e-5)
+        assert found == pytest.approx([value.logprob for value in beam.logprobs], abs=1e-4)
         assert sum(found) / len(found) == pytest.approx(choice.score, abs=1e-5)
         assert choice.finish_reason == beam.finish_reason
     assert answer.usage.completion_tokens == 3 * 8
-    server.wait_idle()
+    served.wait_idle()
 
 
-def test_the_width_is_n_where_none_is_given(server: TinyServer, beams: Any) -> None:
-    answer = complete(server, n=4)
+def test_the_width_is_n_where_none_is_given(served: TinyServer, beams: Any) -> None:
+    answer = complete(served, n=4)
     assert [choice.text for choice in answer.choices] == [beam.text for beam in beams]
-    one = complete(server, beam={"beam_width": 4})
+    one = complete(served, beam={"beam_width": 4})
     assert [choice.text for choice in one.choices] == [beams[0].text]
 
 
-def test_a_stream_brings_each_beam_whole(server: TinyServer, beams: Any) -> None:
+def test_a_stream_brings_each_beam_whole(served: TinyServer, beams: Any) -> None:
     stream = complete(
-        server, n=2, stream=True, stream_options={"include_usage": True}, beam={"beam_width": 4}
+        served, n=2, stream=True, stream_options={"include_usage": True}, beam={"beam_width": 4}
     )
     *chunks, usage = list(stream)
     texts = {chunk.choices[0].index: chunk.choices[0].text for chunk in chunks}
@@ -73,10 +87,10 @@ def test_a_stream_brings_each_beam_whole(server: TinyServer, beams: Any) -> None
     assert usage.usage.completion_tokens == 16
 
 
-def test_chat(server: TinyServer) -> None:
+def test_chat(served: TinyServer) -> None:
     fields = {"use_beam_search": True, "beam_width": 3, "length_penalty": 0.5}
     options: dict[str, Any] = {"model": "tiny", "messages": CHAT, "n": 2, "max_tokens": 6}
-    client = _client(server)
+    client = _client(served)
     answer = client.chat.completions.create(
         **options, logprobs=True, top_logprobs=1, extra_body=fields
     )
@@ -91,11 +105,11 @@ def test_chat(server: TinyServer) -> None:
 
 
 def test_several_prompts_with_echo_and_prompt_log_probabilities(
-    server: TinyServer, beams: Any, tiny_model: Path
+    served: TinyServer, beams: Any, tiny_model: Path
 ) -> None:
     ids = load_tokenizer(tiny_model).encode(PROMPT)
     answer = complete(
-        server,
+        served,
         prompt=[ids, ids[:5]],
         n=2,
         echo=True,
@@ -178,7 +192,7 @@ def test_a_word_that_is_none_is_refused_with_those_that_are(server: TinyServer) 
     assert "must be true, false or \"never\", got 'always'" in error["message"]
 
 
-def test_a_client_that_leaves_ends_the_search(server: TinyServer) -> None:
+def test_a_client_that_leaves_ends_the_search(served: TinyServer) -> None:
     body = {
         "model": "tiny",
         "prompt": PROMPT,
@@ -188,5 +202,5 @@ def test_a_client_that_leaves_ends_the_search(server: TinyServer) -> None:
         "max_tokens": 3000,
     }
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
-    server.wait_idle()
+        httpx.post(f"{served.url}/v1/completions", json=body, timeout=0.5)
+    served.wait_idle()

@@ -180,6 +180,24 @@ def test_what_is_not_http_is_400() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("is_line", [True, False])
+def test_a_head_that_is_too_large_is_told_so(is_line: bool) -> None:
+    long = b"x" * 70_000
+    head = b"GET /%b HTTP/1.1\r\n" % long if is_line else b"GET / HTTP/1.1\r\nA: %b\r\n" % long
+
+    async def test() -> None:
+        async with serving() as (_, connect, server):
+            reader, writer = await connect()
+            writer.write(head)  # and more would follow
+            status, error = await read_answer(reader)
+            assert (status, error["code"]) == (431, "request_headers_too_large")
+            assert "shorter" in error["message"]
+            while server.server_state.connections:
+                await asyncio.sleep(0.01)
+
+    run(test())
+
+
 def test_a_client_that_never_reads_is_cut_off_and_holds_little() -> None:
     async def test() -> None:
         async with serving() as (app, connect, server):

@@ -18,15 +18,23 @@ SYSTEM = {"role": "system", "content": "You are a very helpful assistant that an
 TEXT = "A text that many prompts begin with, twice as long as a block."
 
 
-@pytest.fixture(scope="module")
-def own(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
+@pytest.fixture(scope="module", params=["paged", "virtual"])
+def own(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[TinyServer]:
     """Two prefixes from files, and room for few more."""
     folder = tmp_path_factory.mktemp("prefixes")
     (folder / "text.txt").write_text(TEXT)
     (folder / "chat.json").write_text(json.dumps([SYSTEM]))
     server = TinyServer(
         tiny_model,
-        engine={"max_num_seqs": 4, "max_model_len": 512, "kv_memory": "512KiB"},
+        engine={
+            "kv": request.param,
+            "block_size": 16,
+            "max_num_seqs": 4,
+            "max_model_len": 512,
+            "kv_memory": "512KiB",
+        },
         server={
             "admin_endpoints": True,
             "prefixes": [str(folder / "text.txt"), str(folder / "chat.json")],

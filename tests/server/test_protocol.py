@@ -130,6 +130,32 @@ def test_wrong_json_and_wrong_types_are_told(body: bytes, param: str | None) -> 
 
 
 @pytest.mark.parametrize(
+    ("text", "half"),
+    [
+        (rb"\ud800", rb"\ud800"),
+        (rb"a\uDC00b", rb"\uDC00"),
+        (rb"\ud83d\ude00\ud83d!", rb"\ud83d!"),
+        (rb"\ud800\u0041", rb"\ud800"),
+        (rb"\\\\ud800\udfff", rb"\udfff"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_told_as_one(text: bytes, half: bytes) -> None:
+    body = b'{"prompt": "%b"}' % text
+    with pytest.raises(APIError) as caught:
+        decode_request(body, CompletionRequest)
+    place = body.rindex(half)
+    assert f"{half[:6].decode()} (byte {place}) is half of a surrogate pair" in caught.value.message
+
+
+def test_what_only_looks_like_half_a_pair_is_a_text() -> None:
+    for text, meant in ((rb"\\ud800", r"\ud800"), (rb"\ud83d\ude00", "😀")):
+        assert decode_request(b'{"prompt": "%b"}' % text, CompletionRequest).prompt == meant
+    with pytest.raises(APIError) as caught:
+        decode_request(rb'{"prompt": "\\ud800"', CompletionRequest)
+    assert "surrogate" not in caught.value.message
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"temperature": -1}, "temperature"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -24,10 +25,11 @@ def complete(client: OpenAI, prompt: list[int], **options: object) -> object:
     )
 
 
-@pytest.fixture(scope="module")
-def own(tiny_model: Path):  # type: ignore[no-untyped-def]
+@pytest.fixture(scope="module", params=["paged", "virtual"])
+def own(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[TinyServer]:
     """A server of its own, whose cache nobody else fills."""
-    server = TinyServer(tiny_model, engine={"max_num_seqs": 4}, server={"admin_endpoints": True})
+    engine = {"kv": request.param, "block_size": 16, "max_num_seqs": 4}
+    server = TinyServer(tiny_model, engine=engine, server={"admin_endpoints": True})
     try:
         yield server.wait_ready()
     finally:

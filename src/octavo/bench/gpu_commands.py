@@ -25,7 +25,7 @@ def gpu(
     works: Annotated[
         list[str] | None,
         typer.Argument(
-            help="startup, load, swap, decode, sampling, sharegpt, prefill, shared-prefix, "
+            help="startup, load, swap, decode, sampling, sharegpt, prefill, graphs, shared-prefix, "
             "deterministic [all]."
         ),
     ] = None,

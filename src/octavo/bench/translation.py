@@ -4,7 +4,7 @@
 
     pages      the driver's calls, and how fast blocks are mapped
     prefill    one prompt of N tokens
-    decode     rows of 1024 tokens, ms a step
+    decode     rows of 1024 tokens, ms a step: wall clock, and CPU time
     hits       a prompt whose first N tokens are cached, and one of as many that are not
     offline    requests with the lengths of arXiv papers and their summaries, all at once
     load       the same arriving one by one: median and P99 of time to first token and to the end
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from octavo.bench.percentiles import summary
 from octavo.core.plan import int_array
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
+from octavo.execution.slots import THREAD_NAME as MAPPING_THREAD
 from octavo.workload.traces import load_trace
 
 if TYPE_CHECKING:
@@ -158,8 +160,13 @@ def prefill_ms(llm: LLM, num_tokens: int) -> float:
 
 
 def decode(llm: LLM, rows: int) -> dict[str, float]:
-    """Milliseconds a step, and of the host's work in it, with rows of 1024 tokens: medians of the
-    steps in which every row decodes."""
+    """Milliseconds a step with rows of 1024 tokens, over the steps in which every row decodes.
+
+    ``ms`` and ``host_ms``, of the host's work in it, are medians of the wall clock. CPU times are
+    means, since few steps map: ``cpu_ms`` of all threads of the process; of that ``waiting_cpu_ms``
+    of the engine's own thread while it waits for the device, which may be spinning, and
+    ``mapping_cpu_ms`` of the mapping thread, 0 where there is none.
+    """
     works.generate(llm, [(_CONTEXT, 4)] * rows, 1)
     with timed_steps(llm) as steps:
         works.generate(llm, [(_CONTEXT, _STEPS + 1)] * rows, 2)
@@ -167,17 +174,34 @@ def decode(llm: LLM, rows: int) -> dict[str, float]:
     return {
         "ms": float(np.median([step.seconds for step in full])) * 1e3,
         "host_ms": float(np.median([step.seconds - step.waited_s for step in full])) * 1e3,
+        "cpu_ms": float(np.mean([step.cpu_s for step in full])) * 1e3,
+        "waiting_cpu_ms": float(np.mean([step.waiting_cpu_s for step in full])) * 1e3,
+        "mapping_cpu_ms": float(np.mean([step.mapping_cpu_s for step in full])) * 1e3,
     }
 
 
 @dataclass(slots=True)
 class Step:
-    """One turn of the engine: how long it took, and how much of that the host waited."""
+    """One turn of the engine: how long it took, and how much of that the host waited; CPU time of
+    the process and of its mapping threads since the turn before, and of this thread's waiting."""
 
     num_rows: int = 0
     has_chunks: bool = False
     seconds: float = 0.0
     waited_s: float = 0.0
+    cpu_s: float = 0.0
+    waiting_cpu_s: float = 0.0
+    mapping_cpu_s: float = 0.0
+
+
+def mapping_cpu_s() -> float:
+    """CPU time of all mapping threads of this process so far."""
+    clocks = [
+        time.pthread_getcpuclockid(thread.ident)
+        for thread in threading.enumerate()
+        if thread.name == MAPPING_THREAD and thread.ident is not None
+    ]
+    return sum(map(time.clock_gettime, clocks))
 
 
 @contextmanager
@@ -187,12 +211,18 @@ def timed_steps(llm: LLM) -> Iterator[list[Step]]:
     core = llm._core
     step, plan, collect = core.step, core.scheduler.plan, core.executor.collect
     found: list[Step] = []
+    cpu_s, own_cpu_s = time.process_time(), mapping_cpu_s()
 
     def stepping() -> Any:
+        nonlocal cpu_s, own_cpu_s
         found.append(Step())
         started = time.perf_counter()
         outputs = step()
         found[-1].seconds = time.perf_counter() - started
+        # What is done between two turns belongs to the later one.
+        before, own_before = cpu_s, own_cpu_s
+        cpu_s, own_cpu_s = time.process_time(), mapping_cpu_s()
+        found[-1].cpu_s, found[-1].mapping_cpu_s = cpu_s - before, own_cpu_s - own_before
         return outputs
 
     def planning() -> Any:
@@ -203,9 +233,10 @@ def timed_steps(llm: LLM) -> Iterator[list[Step]]:
         return made
 
     def collecting() -> Any:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.thread_time()
         result = collect()
         found[-1].waited_s += time.perf_counter() - started
+        found[-1].waiting_cpu_s += time.thread_time() - cpu_started
         return result
 
     core.step, core.scheduler.plan = stepping, planning  # type: ignore[method-assign]
@@ -345,7 +376,11 @@ def forget_mappings(llm: LLM, num_tokens: int) -> None:
 
 
 def line(row: Row) -> str:
-    figures = "  ".join(f"{name} {value:,.2f}" for name, value in row.items() if name not in _KEYS)
+    figures = "  ".join(
+        f"{name} {value:,.{2 if abs(value) >= 1 else 3}f}"
+        for name, value in row.items()
+        if name not in _KEYS
+    )
     return f"{row['work']:<16} {row['kind']:<8} {figures}"
 
 

@@ -10,6 +10,8 @@
     load           the same, reading a checkpoint (written before) from the page cache
     sampling       decode 64 again, every row with penalties, or with log probabilities
     swap           blocks to host memory and back, and beside decode steps
+    graphs         what captured steps take of the memory kept for them: after decoding at every
+                   number of rows, and prompts of every length to which steps are padded
     deterministic  decode, with the same bits whatever the batch
 
 Floors are those of `floors`, at the rates of `ceilings`.
@@ -50,6 +52,7 @@ WORKS = (
     "sampling",
     "sharegpt",
     "prefill",
+    "graphs",
     "shared-prefix",
     "deterministic",
 )
@@ -228,6 +231,7 @@ def run(
 def _run(
     name: str, works: Sequence[str], emit: Callable[[Figure], None], options: dict[str, Any]
 ) -> dict[str, Any]:
+    from octavo.bench import captures
     from octavo.bench.ceilings import Ceilings
 
     figures: list[Figure] = []
@@ -257,6 +261,11 @@ def _run(
             tell(*sharegpt(llm, ceilings))
         for num_tokens in PREFILL_TOKENS if "prefill" in works else ():
             tell(prefill(llm, num_tokens, ceilings))
+        # After all that this engine did.
+        if "graphs" in works:
+            captures.capture_all(llm)
+            tell(captures.figure(captures.captured_bytes(llm)))
+        captured = captures.captured_bytes(llm)
     if "shared-prefix" in works:
         forget(llm)
         with open_llm(name, **options) as llm:
@@ -273,6 +282,7 @@ def _run(
         "model": name,
         "engine": engine,
         "versions": versions(),
+        "graphs": captured,
         "ceilings": {field: getattr(ceilings, field) for field in ceilings.__slots__},
         "figures": [
             {field: getattr(figure, field) for field in figure.__slots__} for figure in figures

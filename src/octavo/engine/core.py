@@ -36,6 +36,12 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    @property
+    def captured_bytes(self) -> int:
+        """A device's memory that captured steps have taken so far; 0 under executors that capture
+        none."""
+        return getattr(self.executor, "captured_bytes", 0)
+
     def step(self) -> StepOutputs:
         """Launch what fits in the pipeline, then digest the oldest result.
 

@@ -12,6 +12,7 @@ from octavo.core.request import Request, RequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.arguments import Prompt, is_single, params_for, progress_bar, token_ids_of
 from octavo.engine.completion import Completion, RequestOutput
+from octavo.engine.heap import frozen_meanwhile
 from octavo.engine.interrupts import interrupts_between_steps
 from octavo.engine.logprobs import step_logprobs
 from octavo.engine.pool import PoolSize, blocks_in, resized_report, run_resize
@@ -33,6 +34,10 @@ class LLM:
     Keyword options are those of `octavo.config.EngineConfig`, for example ``kv_memory="512MiB"``.
     One call runs at a time: calls of other threads wait, and a call in the middle of a
     `stream_chat` of the same thread is refused.
+
+    While `generate` and `chat` run, Python's garbage collector leaves out what was there before
+    (``gc.freeze``), since a full collection makes the device wait; afterwards it takes it up again.
+    What a process has frozen itself stays so.
 
     Example::
 
@@ -284,7 +289,7 @@ class LLM:
         params: Sequence[SamplingParams],
         progress: bool,
     ) -> list[Completion]:
-        with self._turn.taken():
+        with self._turn.taken(), frozen_meanwhile():
             return self._run_alone(prompts, params, progress)
 
     def _run_alone(

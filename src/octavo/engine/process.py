@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import logging
 import os
 import signal
@@ -29,6 +28,7 @@ from octavo.core.request import (
     RequestError,
 )
 from octavo.engine.core import EngineCore
+from octavo.engine.heap import freeze_process
 from octavo.engine.logs import configure_logs
 from octavo.engine.messages import (
     MAX_MESSAGE_BYTES,
@@ -290,6 +290,7 @@ class EngineLoop:
             num_pinned_blocks=scheduler.manager.num_pinned_blocks,
             num_lasting_blocks=scheduler.resizing.num_lasting_blocks,
             is_asleep=scheduler.resizing.is_asleep,
+            captured_bytes=self._core.captured_bytes,
         )
 
     def _send_last_stats(self) -> None:
@@ -305,9 +306,7 @@ class EngineLoop:
 
 def run_engine(core: EngineCore, report: EngineReport, socket: zmq.Socket[bytes]) -> int:
     """Announce the engine on ``socket`` and serve until the end; returns the exit code."""
-    # What was loaded lives as long as the process; collections need not visit it again.
-    gc.collect()
-    gc.freeze()
+    freeze_process()
     try:
         socket.send(encode(Ready(report)))
         EngineLoop(core, report, socket).run()

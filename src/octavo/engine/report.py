@@ -120,7 +120,7 @@ class EngineStats:
     """A moment of the engine: gauges, and counters since its start. ``num_running`` and
     ``num_waiting`` count sequences. ``num_lasting_blocks`` are
     those that requests may count on: fewer than ``num_usable_blocks`` while the pool shrinks, more
-    while it is asleep."""
+    while it is asleep. ``captured_bytes`` of a GPU's memory are what captured steps have taken."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -132,6 +132,7 @@ class EngineStats:
     num_pinned_blocks: int = 0
     num_lasting_blocks: int = 0
     is_asleep: bool = False
+    captured_bytes: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

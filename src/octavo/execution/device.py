@@ -37,6 +37,9 @@ class Device(Protocol):
     def pinned(self, num_ints: int) -> torch.Tensor:
         """Int32 host memory that the device copies from and to without waiting."""
 
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has; 0 where it has none of its own."""
+
     def capture_pool(self) -> Any:
         """Memory for captured work that runs one after the other. It goes with the last of it, so
         it is not to be shared by owners of different lifetimes."""
@@ -65,6 +68,9 @@ class CUDADevice:
 
     def pinned(self, num_ints: int) -> torch.Tensor:
         return torch.zeros(num_ints, dtype=torch.int32, pin_memory=True)
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def capture_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
@@ -112,6 +118,9 @@ class PlainDevice:
 
     def pinned(self, num_ints: int) -> torch.Tensor:
         return torch.zeros(num_ints, dtype=torch.int32)
+
+    def free_bytes(self) -> int:
+        return 0
 
     def capture_pool(self) -> None:
         return None

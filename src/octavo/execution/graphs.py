@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 
 
 class StepGraphs:
-    """``out`` holds the sampled tokens of the last step, int32, in the order of its rows."""
+    """``out`` holds the sampled tokens of the last step, int32, in the order of its rows.
+
+    ``captured_bytes`` is the device's memory that captured steps have taken so far: their tensors,
+    and what the driver keeps of them.
+    """
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class StepGraphs:
         self._captures = capture
         self._pool = device.capture_pool()
         self._graphs: dict[Hashable, Callable[[], Any] | None] = {}
+        self.captured_bytes = 0
         self._cutter = attention.cutter
         size = rows.num_rows
         place = device.torch_device
@@ -91,6 +96,11 @@ class StepGraphs:
         self._logits: torch.Tensor | None = None
         self._batch: Batch | None = None
         self._max_tiles = 0
+
+    @property
+    def num_captured(self) -> int:
+        """Captured steps."""
+        return sum(replay is not None for replay in self._graphs.values())
 
     @property
     def padded_sizes(self) -> tuple[int, ...]:
@@ -315,10 +325,15 @@ class StepGraphs:
             self._graphs[key] = None
             return work()
         replay = self._graphs[key]
-        if replay is None:
-            replay = self._device.capture(work, self._pool) or work
-            self._graphs[key] = replay
-        return replay()
+        if replay is not None:
+            return replay()
+        free = self._device.free_bytes()
+        replay = self._device.capture(work, self._pool) or work
+        self._graphs[key] = replay
+        # The driver takes some at the first replay. Somebody else may give memory back meanwhile.
+        result = replay()
+        self.captured_bytes += max(free - self._device.free_bytes(), 0)
+        return result
 
     def _decode(
         self,

@@ -24,6 +24,7 @@ from octavo.core.plan import NULL_BLOCK, IntArray, MapBlocks
 from octavo.execution.pages.interface import AddressRange, PageError, Pages
 from octavo.execution.pages.ledger import runs
 
+THREAD_NAME = "octavo-mapping"
 Wanted = dict[int, int]
 """Place → block, of one slot; the null block: nothing."""
 
@@ -131,7 +132,7 @@ class Mapper:
     def order(self, by_slot: dict[int, Wanted], *, is_urgent: bool) -> None:
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="mapping", daemon=True)
+                self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
                 self._thread.start()
             for slot, wanted in by_slot.items():
                 failed, _ = self._failed.pop(slot, ({}, None))
@@ -220,7 +221,8 @@ class Mapper:
             try:
                 self._map(slot, wanted)
             except PageError as error:
-                failure = error
+                # Without the frames it came through, this one among them, which would keep it.
+                failure = error.with_traceback(None)
             except Exception as error:
                 # The thread outlives what nobody thought of; the step that reads the slot fails.
                 failure = PageError(f"{type(error).__name__}: {error}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 import h11
@@ -28,6 +29,12 @@ _CUT_OFF_LOG_INTERVAL_S = 10.0
 
 _LATE = APIError(
     "the request did not arrive in time; send it faster", status=408, code="request_timeout"
+)
+_LARGE_HEAD = APIError(
+    "the request's line and headers are larger than the server takes; send fewer or shorter ones, "
+    "and what is long in the body",
+    status=431,
+    code="request_headers_too_large",
 )
 _TOO_MANY = APIError(
     "there are too many connections; try again later (the server's --max-connections)",
@@ -133,6 +140,10 @@ class _LimitedProtocol(H11Protocol):
         self._cut_off_unless_closed()
 
     def send_400_response(self, msg: str) -> None:
+        # Called where the parser's error is caught, which knows better than ``msg``.
+        if getattr(sys.exc_info()[1], "error_status_hint", 400) == 431:
+            self._answer(_LARGE_HEAD)
+            return
         self._answer(APIError(f"{msg} The server speaks HTTP/1.1.", code="invalid_http"))
 
     def _cut_off_unless_closed(self) -> None:

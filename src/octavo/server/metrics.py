@@ -158,9 +158,9 @@ class Metrics:
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"octavo_{name}", text, value=value)
         yield self._info()
-        yield from self._device_memory()
+        yield from self._device_memory(stats)
 
-    def _device_memory(self) -> Iterator[Metric]:
+    def _device_memory(self, stats: EngineStats) -> Iterator[Metric]:
         memory = self._engine.report.memory
         if memory is None:
             return
@@ -175,6 +175,11 @@ class Metrics:
         for name, value in memory.parts().items():
             parts.add_metric([name.lower().replace(" ", "_")], value)
         yield parts
+        yield GaugeMetricFamily(
+            "octavo_gpu_graph_bytes",
+            "What captured steps have taken so far of the part graphs",
+            value=stats.captured_bytes,
+        )
 
     def on_choices(self, n: int) -> None:
         """A request of ``n`` choices for each prompt was taken in."""

@@ -305,6 +305,11 @@ class ResizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 R = TypeVar("R", bound=msgspec.Struct)
+# Escapes of a JSON text, one after the other; the group is half of a pair without the other.
+_ESCAPES = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
+)
 
 
 def decode_request(body: bytes, kind: type[R]) -> R:
@@ -323,6 +328,12 @@ def decode_request(body: bytes, kind: type[R]) -> R:
         text = f"{place}: {problem}" if place else f"the body: {problem}"
         raise APIError(_short_text(text), param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # older msgspec: bad UTF-8
+        half = next((found for found in _ESCAPES.finditer(body) if found[1]), None)
+        if half is not None:
+            raise APIError(
+                f"the body is not valid JSON: {half[1].decode()} (byte {half.start()}) is half of "
+                "a surrogate pair; send both halves, or the character as it is"
+            ) from error
         raise APIError(_short_text(f"the body is not valid JSON: {error}")) from error
     except RecursionError:
         raise APIError("the body is nested too deeply") from None

@@ -281,7 +281,7 @@ class _Server(uvicorn.Server):
 def _url(host: str, listener: socket.socket) -> str:
     """Where a client on this machine reaches the server."""
     port = listener.getsockname()[1]
-    if host in ("", "0.0.0.0"):
+    if host == "0.0.0.0":
         host = "127.0.0.1"
     elif host == "::":
         host = "::1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -10,6 +11,7 @@ import pytest
 
 from octavo.core.plan import Batch, KVCapacity, StepPlan, StepResult, int_array
 from octavo.core.protocols import StepError
+from octavo.execution.executors import in_process
 from octavo.execution.executors.in_process import InProcessExecutor
 
 CAPACITY = KVCapacity(num_blocks=9, block_size=4, block_bytes=64)
@@ -91,17 +93,27 @@ def test_close_is_idempotent_and_leaves_no_thread(threaded: bool) -> None:
         executor.launch(plan(2))
 
 
-def test_close_lets_go_of_the_runner(threaded: bool) -> None:
-    """Weights and KV cache are the runner's: closing must free them."""
-    runner = ScriptedRunner()
+@pytest.mark.parametrize("fails", [False, True])
+def test_close_lets_go_of_the_runner(
+    threaded: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and KV cache are the runner's: closing must free them, at once."""
+    # Records of the log, which tests keep, know the error.
+    monkeypatch.setattr(in_process.logger, "disabled", True)
+    runner = ScriptedRunner(1 if fails else 0)
     executor = InProcessExecutor(runner, CAPACITY, threaded=threaded)
-    executor.launch(plan(1))
-    executor.collect()
-    reference = weakref.ref(runner)
-    del runner
-    executor.close()
-    gc.collect()
-    assert reference() is None
+    gc.disable()
+    try:
+        executor.launch(plan(1))
+        with contextlib.suppress(StepError):
+            executor.collect()
+        assert runner.ran == [1]
+        reference = weakref.ref(runner)
+        del runner
+        executor.close()
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_is_not_a_failed_step() -> None:

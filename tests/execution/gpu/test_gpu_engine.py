@@ -134,6 +134,41 @@ def requests(max_tokens: int = 5) -> list[Request]:
     ]
 
 
+def test_what_captured_steps_take_is_counted(model: Path) -> None:
+    """Once each, the first replay included; what others give back meanwhile is nobody's."""
+    core = gpu_engine(model, num_blocks=9, depth=1, chunk=16)
+    step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
+    free, ran = iter([1000, 900, 900, 950]), []
+
+    class Captures(PlainDevice):
+        def free_bytes(self) -> int:
+            return next(free)
+
+        def capture(self, work: Any, pool: Any) -> Any:
+            return work
+
+    step_graphs._device, step_graphs._captures = Captures(), True
+    for _ in range(4):
+        for key in ("a", "b"):
+            step_graphs._run(key, lambda key=key: ran.append(key))
+    assert ran == ["a", "b"] * 4
+    assert (step_graphs.num_captured, core.captured_bytes) == (2, 100)
+    core.close()
+    assert core.captured_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_captured_steps_take_some_of_the_gpus_memory(model: Path) -> None:
+    core = gpu_engine(model, num_blocks=60, depth=2, chunk=32)
+    step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
+    for _ in range(3):
+        run(core, requests(), beams={})
+    assert step_graphs.num_captured > 3
+    assert 0 < core.captured_bytes < 2**30
+    core.close()
+
+
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[int, list[int]]:
     core, _ = build(model, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE)

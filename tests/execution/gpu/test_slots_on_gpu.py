@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,8 @@ import torch
 from execution.gpu.references import ints, tolerance
 from octavo.core.layout import KVLayout
 from octavo.core.plan import MapBlocks, int_array
-from octavo.execution.attention.dense import PIECE, DenseChunk
+from octavo.execution.attention.dense import PIECE, DenseChunk, dense_attention
+from octavo.execution.attention.flash3 import find_flash3
 from octavo.execution.attention.paged import PagedAttention, PagedStep, RowSpans
 from octavo.execution.attention.stock import StockAttention
 from octavo.execution.device import CUDADevice
@@ -26,6 +30,9 @@ HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 8
 DTYPE = torch.bfloat16
 # 32 KiB a token: 64 tokens in a block of one driver page.
 SIZE = 64
+NEEDS_FLASH3 = pytest.mark.skipif(
+    not torch.cuda.is_available() or find_flash3() is None, reason="needs FlashAttention-3"
+)
 
 
 def make(num_blocks: int, num_slots: int, max_model_len: int) -> VirtualDeviceArena:
@@ -62,10 +69,16 @@ def expected(queries: torch.Tensor, keys: torch.Tensor, start: int) -> torch.Ten
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-@pytest.mark.parametrize("kind", [PagedAttention, StockAttention])
-def test_no_kernel_reads_behind_what_is_mapped(kind: type[PagedAttention]) -> None:
-    """Rows of one token, chunks, and a long one for cuDNN, in one slot each; every row's last block
-    is full, so that the very next address is unmapped."""
+def flash3_attention(*args: Any, **options: Any) -> PagedAttention:
+    return PagedAttention(*args, **options, flash3=find_flash3())
+
+
+@pytest.mark.parametrize(
+    "kind", [PagedAttention, StockAttention, pytest.param(flash3_attention, marks=NEEDS_FLASH3)]
+)
+def test_no_kernel_reads_behind_what_is_mapped(kind: Callable[..., PagedAttention]) -> None:
+    """Rows of one token, chunks, and a long one for cuDNN or FlashAttention-3, in one slot each;
+    every row's last block is full, so that the very next address is unmapped."""
     device = torch.device("cuda")
     max_len = 8 * PIECE
     arena = make(200, 6, max_len)
@@ -122,6 +135,39 @@ def test_no_kernel_reads_behind_what_is_mapped(kind: type[PagedAttention]) -> No
             out[own].float(), expected(queries[own], keys, start), **tolerance(DTYPE)
         )
         first += count
+
+
+@NEEDS_FLASH3
+@pytest.mark.parametrize(
+    ("start", "count"),
+    [
+        (0, 32 * SIZE),
+        (SIZE, 32 * SIZE),
+        (3 * SIZE, 32 * SIZE),  # 2240 keys: whole tiles of neither 128 nor 176
+        (5, 34 * SIZE - 5),
+        (7, 34 * SIZE),  # 7 tokens of a last block, and nothing behind that
+    ],
+)
+def test_flash3_ends_at_the_last_mapped_page(start: int, count: int) -> None:
+    """It loads keys in tiles, of which the last would reach into the page behind."""
+    length, flash3 = start + count, find_flash3()
+    num_places = -(-length // SIZE)
+    arena = make(2 * num_places + 1, 2, 2 * num_places * SIZE)
+    queries = torch.randn(count + 3, HEADS, DIM, device="cuda").to(DTYPE)
+    for row in (0, 1):
+        show(arena, row, num_places, 1 + row * num_places)
+        assert arena.slots.mapper.num_shown(row) == num_places < arena.slots.num_places
+        kv_layer = arena.slots.tensor[:, :, LAYERS - 1]
+        out = torch.full_like(queries, float("nan"))
+        chunk = DenseChunk(row=row, offset=3, count=count, start=start)
+        dense_attention(queries, kv_layer, None, chunk, out, flash3=flash3)
+        torch.cuda.synchronize()
+        torch.testing.assert_close(
+            out[3:].float(),
+            expected(queries[3:], kv_layer[row, :length], start),
+            **tolerance(DTYPE),
+        )
+        assert out[:3].isnan().all()
 
 
 @pytest.mark.parametrize("kind", [PagedAttention, StockAttention])

@@ -14,7 +14,7 @@ from octavo import options
 from octavo.config import ConfigError
 from octavo.core.sampling_params import MAX_BEAM_WIDTH
 from octavo.output_files import check_directory, check_plot, check_writable
-from octavo.terminal import print_json, readable_errors
+from octavo.terminal import INTERRUPTED, print_json, readable_errors
 
 _REAL = "With --model"
 
@@ -162,7 +162,16 @@ def paper(
         check_writable("--csv", table)
         if trace is not None:
             load_trace(trace)
-        report = drawn.measure(PaperOptions(**given, seed=seed))
+        try:
+            report = drawn.measure(PaperOptions(**given, seed=seed))
+        except KeyboardInterrupt:
+            typer.echo("octavo: interrupted; nothing that counts was measured yet", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        if report.is_cut:
+            typer.echo(
+                f"octavo: interrupted; rows of the table that are whole: {len(report.rows)}",
+                err=True,
+            )
         caption = files.caption_of(report, shlex.join(["octavo", *sys.argv[1:]]))
         written = list(plotted)
         if plotted:
@@ -173,10 +182,12 @@ def paper(
             written.append(table)
         if as_json:
             print_json(report.values)
-            return
-        typer.echo("\n".join([report.title, report.conditions, "", report.text]))
-        for place in written:
-            typer.echo(f"written: {place}")
+        else:
+            typer.echo("\n".join([*caption[:2], "", report.text]))
+            for place in written:
+                typer.echo(f"written: {place}")
+        if report.is_cut:
+            raise typer.Exit(INTERRUPTED)
 
 
 def check_effect(figure: str, takes: frozenset[str], given: Collection[str]) -> None:

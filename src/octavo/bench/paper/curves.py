@@ -67,7 +67,8 @@ def draw_rates(figure: Figure, rates: dict[str, dict[str, float]], bound_s: floa
     for index, name in enumerate(names):
         width = 0.78 / len(names)
         places = [place + width * (index - (len(names) - 1) / 2) for place in range(len(rates))]
-        heights = [by_name[name] for by_name in rates.values()]
+        # An interrupt may have left some out.
+        heights = [by_name.get(name, 0.0) for by_name in rates.values()]
         axes.bar(places, heights, 0.92 * width, label=name)
     axes.set_xticks(range(len(rates)), list(rates))
     axes.set_ylabel(f"requests a second at {bound_s} s a token")

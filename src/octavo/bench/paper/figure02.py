@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from octavo.bench.paper.engines import ALL_MANAGERS, engines_of
+from octavo.bench.paper.interrupted import keeping_what_is_whole
 from octavo.bench.paper.managers import MANAGERS, OPT_13B, driver_block
 from octavo.bench.paper.report import (
     PaperOptions,
@@ -40,17 +41,21 @@ def measure(options: PaperOptions) -> PaperReport:
     names = managers_of(options, MANAGERS, ALL_MANAGERS)
     engines = engines_of(options, names)
     items = work_of(options, engines)
-    found = {name: saturate(engines, name, items) for name in names}
-    found |= _in_driver_blocks(options, names, items)
+    found: dict[str, Saturation] = {}
+    with keeping_what_is_whole(found) as measuring:
+        for name in names:
+            found[name] = saturate(engines, name, items)
+        found |= _in_driver_blocks(options, names, items)
     return PaperReport(
         title="Figure 2: where the bytes of the KV cache are",
         conditions=(
             f"{len(items)} requests of {trace_name(options, engines)}, prefix caching off, "
             f"{engines.conditions} {CONDITIONS}"
         ),
-        values={name: shares(found[name]) for name in names},
+        values={name: shares(found[name]) for name in names if name in found},
         rows=_rows(found),
         text=_table(found),
+        is_cut=measuring.is_cut,
     )
 
 

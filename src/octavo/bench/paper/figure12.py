@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from octavo.bench.paper.curves import Curves, curves_of, draw_curves, rows_of, table_of
 from octavo.bench.paper.engines import ALL_MANAGERS, STATIC, engines_of
+from octavo.bench.paper.interrupted import keeping_what_is_whole
 from octavo.bench.paper.machine import assumed
 from octavo.bench.paper.report import (
     PaperOptions,
@@ -40,9 +41,11 @@ def measure(options: PaperOptions) -> PaperReport:
     engines = engines_of(options, names)
     items = work_of(replace(options, num_requests=None), engines)
     curves: Curves = {}
-    for name in names:
-        with engines.open(name) as engine:
-            curves[name] = sweep(engine, items, load)
+    with keeping_what_is_whole(curves) as measuring:
+        for name in names:
+            curves[name] = {}
+            with engines.open(name) as engine:
+                sweep(engine, items, load, found=curves[name])
     rates = {name: sustained_rate(found, BOUND_S) for name, found in curves.items()}
     return PaperReport(
         title="Figure 12: normalized latency against request rate",
@@ -58,6 +61,7 @@ def measure(options: PaperOptions) -> PaperReport:
         },
         rows=rows_of("manager", curves),
         text=_text(curves),
+        is_cut=measuring.is_cut,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from octavo.bench.paper.engines import ALL_MANAGERS, engines_of
+from octavo.bench.paper.interrupted import keeping_what_is_whole
 from octavo.bench.paper.managers import MANAGERS
 from octavo.bench.paper.report import (
     PaperOptions,
@@ -31,7 +32,10 @@ def measure(options: PaperOptions) -> PaperReport:
     names = managers_of(options, MANAGERS, ALL_MANAGERS)
     engines = engines_of(options, names)
     items = work_of(options, engines)
-    values = {name: saturate(engines, name, items).mean_running for name in names}
+    values: dict[str, float] = {}
+    with keeping_what_is_whole(values) as measuring:
+        for name in names:
+            values[name] = saturate(engines, name, items).mean_running
     return PaperReport(
         title="Figure 13: requests that run at once",
         conditions=(
@@ -44,6 +48,7 @@ def measure(options: PaperOptions) -> PaperReport:
             for name, value in values.items()
         ],
         text=_table(values),
+        is_cut=measuring.is_cut,
     )
 
 

@@ -22,6 +22,7 @@ from octavo.bench.paper.curves import (
     table_of,
 )
 from octavo.bench.paper.engines import ALL_MANAGERS, Engine, engines_of, plain_request
+from octavo.bench.paper.interrupted import keeping_what_is_whole
 from octavo.bench.paper.machine import assumed
 from octavo.bench.paper.report import (
     PaperOptions,
@@ -68,12 +69,13 @@ def measure(options: PaperOptions) -> PaperReport:
         source = trace_name(options, engines)
     asked = [(kind, width) for kind in KINDS for width in options.widths or WIDTHS]
     found: dict[str, Curves] = {f"{kind} {width}": {} for kind, width in asked}
-    for name in names:
-        with engines.open(name) as engine:
-            for kind, width in asked:
-                make = partial(_request, kind == "beam", width)
-                curve = sweep(engine, items, load, make=make, per_request=width)
-                found[f"{kind} {width}"][name] = curve
+    with keeping_what_is_whole(found) as measuring:
+        for name in names:
+            with engines.open(name) as engine:
+                for kind, width in asked:
+                    make = partial(_request, kind == "beam", width)
+                    curve = found[f"{kind} {width}"][name] = {}
+                    sweep(engine, items, load, make=make, per_request=width, found=curve)
     rates = rates_of(found, BOUND_S)
     beams = "" if options.model else " Beams diverge by made-up probabilities."
     return PaperReport(
@@ -82,6 +84,7 @@ def measure(options: PaperOptions) -> PaperReport:
         values=rates,
         rows=rows_of_all("decoding", found),
         text=_text(found),
+        is_cut=measuring.is_cut,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from octavo.bench import sharing
 from octavo.bench.paper.engines import engines_of
+from octavo.bench.paper.interrupted import keeping_what_is_whole
 from octavo.bench.paper.report import PaperOptions, PaperReport, Row, trace_name, work_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def measure(options: PaperOptions) -> PaperReport:
     engines = engines_of(options, ("paged",))
     items = work_of(options, engines)
     values: dict[str, dict[str, float]] = {}
-    with engines.open("paged") as engine:
+    with keeping_what_is_whole(values) as measuring, engines.open("paged") as engine:
         pool = engine.pool
         for kind in _NAMES:
             values[kind] = {}
@@ -71,6 +72,7 @@ def measure(options: PaperOptions) -> PaperReport:
             for width, saved in by_width.items()
         ],
         text=_table(values),
+        is_cut=measuring.is_cut,
     )
 
 

@@ -29,6 +29,7 @@ from octavo.bench.paper.engines import (
     engines_of,
     plain_request,
 )
+from octavo.bench.paper.interrupted import keeping_what_is_whole
 from octavo.bench.paper.machine import assumed
 from octavo.bench.paper.report import PaperOptions, PaperReport, Row, managers_of
 from octavo.bench.paper.serving import load_of, shown_rate, shown_ratio, sweep
@@ -64,12 +65,14 @@ def measure(options: PaperOptions) -> PaperReport:
             "common; give a larger max_model_len"
         )
     found: dict[str, Curves] = {label: {} for label in PREFIXES}
-    for name in names:
-        with engines.open(name) as engine:
-            for label, prefix in PREFIXES.items():
-                items = sentences(prefix, options.seed, longest)
-                make = _maker(engine, prefix, options.seed)
-                found[label][name] = sweep(engine, items, load, make=make)
+    with keeping_what_is_whole(found) as measuring:
+        for name in names:
+            with engines.open(name) as engine:
+                for label, prefix in PREFIXES.items():
+                    items = sentences(prefix, options.seed, longest)
+                    make = _maker(engine, prefix, options.seed)
+                    curve = found[label][name] = {}
+                    sweep(engine, items, load, make=make, found=curve)
     rates = rates_of(found, BOUND_S)
     return PaperReport(
         title="Figure 16: a shared prefix",
@@ -80,6 +83,7 @@ def measure(options: PaperOptions) -> PaperReport:
         values=rates,
         rows=rows_of_all("prefix", found),
         text=_text(found),
+        is_cut=measuring.is_cut,
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from octavo.bench.paper.block_kernels import kernel_conditions, kernel_ms
 from octavo.bench.paper.engines import engines_of
+from octavo.bench.paper.interrupted import keeping_what_is_whole
 from octavo.bench.paper.machine import assumed
 from octavo.bench.paper.one_rate import (
     MANAGER,
@@ -21,6 +22,7 @@ from octavo.bench.paper.one_rate import (
     serve_at_one_rate,
 )
 from octavo.bench.paper.report import PaperOptions, PaperReport, Row
+from octavo.bench.paper.serving import Served
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,13 +34,13 @@ __all__ = ["RATE", "TAKES", "draw", "measure"]
 def measure(options: PaperOptions) -> PaperReport:
     check_rate(options)
     engines = engines_of(options, (MANAGER,))
-    sizes = engines.block_sizes
-    served = {}
-    for size in sizes:
-        sized = engines_of(replace(options, block_size=size), (MANAGER,))
-        with sized.open(MANAGER) as engine:
-            served[size] = serve_at_one_rate(options, sized, engine, RATE)
-    kernel = {size: kernel_ms(size, engines.device) for size in sizes}
+    served: dict[int, Served] = {}
+    with keeping_what_is_whole(served) as measuring:
+        for size in engines.block_sizes:
+            sized = engines_of(replace(options, block_size=size), (MANAGER,))
+            with sized.open(MANAGER) as engine:
+                served[size] = serve_at_one_rate(options, sized, engine, RATE)
+    kernel = {size: kernel_ms(size, engines.device) for size in served}
     values = {
         str(size): {
             "scattered_ms": kernel[size][0],
@@ -47,7 +49,7 @@ def measure(options: PaperOptions) -> PaperReport:
             "normalized_latency_s": served[size].normalized_latency_s,
             "mean_running": served[size].mean_running,
         }
-        for size in sizes
+        for size in served
     }
     return PaperReport(
         title="Figure 18: block sizes",
@@ -58,6 +60,7 @@ def measure(options: PaperOptions) -> PaperReport:
         values=values,
         rows=[{"block_size": size, **found} for size, found in values.items()],
         text=_text(values),
+        is_cut=measuring.is_cut,
     )
 
 

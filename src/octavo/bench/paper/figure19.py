@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.bench.paper.engines import Engine, engines_of, plain_request
+from octavo.bench.paper.interrupted import keeping_what_is_whole
 from octavo.bench.paper.machine import A100, OPT_13B, assumed, paper_opt13b_a100
 from octavo.bench.paper.one_rate import (
     MANAGER,
@@ -45,19 +46,20 @@ def measure(options: PaperOptions) -> PaperReport:
     check_rate(options)
     values: dict[str, dict[str, float]] = {}
     is_real = options.model is not None
-    for size in engines_of(options, (MANAGER,)).block_sizes:
-        sized = replace(options, block_size=size)
-        found = {} if is_real else overheads_ms(size)
-        for way in WAYS:
-            engines = engines_of(sized, (MANAGER,), preemption=way)
-            with engines.open(MANAGER) as engine:
-                num_tokens = _context(engine)
-                if is_real:
-                    found |= measured_ms(engine, way)
-                served = serve_at_one_rate(options, engines, engine, RATE)
-            found[f"{way}_normalized_latency_s"] = served.normalized_latency_s
-            found[f"{way}_preemptions"] = served.num_preemptions
-        values[str(size)] = found
+    with keeping_what_is_whole(values) as measuring:
+        for size in engines_of(options, (MANAGER,)).block_sizes:
+            sized = replace(options, block_size=size)
+            found = {} if is_real else overheads_ms(size)
+            for way in WAYS:
+                engines = engines_of(sized, (MANAGER,), preemption=way)
+                with engines.open(MANAGER) as engine:
+                    num_tokens = _context(engine)
+                    if is_real:
+                        found |= measured_ms(engine, way)
+                    served = serve_at_one_rate(options, engines, engine, RATE)
+                found[f"{way}_normalized_latency_s"] = served.normalized_latency_s
+                found[f"{way}_preemptions"] = served.num_preemptions
+            values[str(size)] = found
     how = (
         f"the least of {_ROUNDS}, each of an idle engine"
         if is_real
@@ -72,6 +74,7 @@ def measure(options: PaperOptions) -> PaperReport:
         values=values,
         rows=[{"block_size": size, **found} for size, found in values.items()],
         text=_text(values, num_tokens),
+        is_cut=measuring.is_cut,
     )
 
 

@@ -19,7 +19,10 @@ from octavo.output_files import check_plot
 
 def caption_of(report: PaperReport, command: str) -> list[str]:
     """The title, the conditions, and the command with machine and commit."""
-    return [report.title, report.conditions, f"{command} — {machine()} — {commit()}"]
+    conditions = report.conditions
+    if report.is_cut:
+        conditions += " Interrupted: what is missing was not measured."
+    return [report.title, conditions, f"{command} — {machine()} — {commit()}"]
 
 
 def write_table(path: Path, caption: Sequence[str], rows: Sequence[Row]) -> None:

@@ -48,13 +48,15 @@ Row = dict[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperReport:
     """``values`` are ready for JSON, ``rows`` are those of the CSV, by column, from which the plot
-    is drawn; ``text`` is for a terminal; ``conditions`` say in a line what was measured."""
+    is drawn; ``text`` is for a terminal; ``conditions`` say in a line what was measured.
+    ``is_cut``: an interrupt ended it, and what was not whole by then is missing."""
 
     title: str
     conditions: str
     values: dict[str, Any]
     rows: list[Row]
     text: str
+    is_cut: bool = False
 
 
 def managers_of(

@@ -98,12 +98,13 @@ def sweep(
     *,
     make: MakeRequest = plain_request,
     per_request: int = 1,
+    found: dict[float, Served] | None = None,
 ) -> dict[float, Served]:
-    """Serve at each rate, up to the first that is hopeless."""
+    """Serve at each rate, up to the first that is hopeless; ``found`` gets each as it is known."""
+    found = {} if found is None else found
     engine.warm_up(
         [make(engine, n * per_request, item) for n, item in enumerate(items[:WARM_UP_MOST])]
     )
-    found: dict[float, Served] = {}
     for rate in load.rates:
         found[rate] = serve(engine, arriving(items, rate, load), make=make, per_request=per_request)
         if found[rate].normalized_latency_s > load.stop_at_s:

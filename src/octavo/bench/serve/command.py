@@ -19,11 +19,9 @@ from octavo.bench.workload_options import (
     check_lengths,
 )
 from octavo.output_files import check_plot, check_writable
-from octavo.terminal import print_json, readable_errors
+from octavo.terminal import INTERRUPTED, print_json, readable_errors
 
 _OUTPUT = "Results"
-# What shells show of a process that Ctrl-C ended.
-_INTERRUPTED = 130
 
 
 def add_to(app: typer.Typer) -> None:
@@ -201,7 +199,7 @@ def serve(
             num_runs = len(started[0].reports) if started else 0
             typer.echo(f"octavo: interrupted; whole runs that count: {num_runs}", err=True)
             if not num_runs:
-                raise typer.Exit(_INTERRUPTED) from None
+                raise typer.Exit(INTERRUPTED) from None
         runs = started[0]
         reports = runs.reports
         if csv is not None:
@@ -216,6 +214,6 @@ def serve(
         elif not is_sweep:
             typer.echo(serve_report.table(reports[0]))
         if is_interrupted:
-            raise typer.Exit(_INTERRUPTED)
+            raise typer.Exit(INTERRUPTED)
         if not all(report["completed"] for report in reports):
             raise typer.Exit(1)

@@ -28,17 +28,21 @@ class GPUExecutor:
         try:
             self._pending.append(self.runner.launch(plan))
         except Exception as error:
-            # Whatever went wrong in the mechanism concerns the requests of this step only.
-            failure = _failure(plan.step_id, error)
-            self._num_obeyed[id(failure)] = self.runner.arena.num_obeyed
-            self._pending.append(failure)
+            # Whatever went wrong in the mechanism concerns the requests of this step only. Its
+            # error knows this frame, so no name here may be its own: a ring that only a collection
+            # finds would keep the runner, and its memory, behind `close`.
+            self._pending.append(_failure(plan.step_id, error))
+            self._num_obeyed[id(self._pending[-1])] = self.runner.arena.num_obeyed
 
     def collect(self) -> StepResult:
         assert self.runner is not None
         pending = self._pending.popleft()
         if isinstance(pending, StepError):
             self.runner.arena.collected(self._num_obeyed.pop(id(pending)))
-            raise pending
+            try:
+                raise pending
+            finally:
+                del pending
         try:
             return self.runner.collect(pending)
         except StepError:
@@ -52,6 +56,11 @@ class GPUExecutor:
         return all(
             pending.event.query() for pending in self._pending if isinstance(pending, PendingStep)
         )
+
+    @property
+    def captured_bytes(self) -> int:
+        """The device's memory that captured steps have taken so far."""
+        return 0 if self.runner is None else self.runner.graphs.captured_bytes
 
     def close(self) -> None:
         self.runner = None

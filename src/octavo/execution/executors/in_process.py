@@ -49,7 +49,10 @@ class InProcessExecutor:
     def collect(self) -> StepResult:
         result = self._results.get()
         if isinstance(result, StepError):
-            raise result
+            try:
+                raise result
+            finally:
+                del result
         return result
 
     def close(self) -> None:
@@ -68,8 +71,14 @@ def _run(runner: StepRunner, plan: StepPlan) -> StepResult | StepError:
     try:
         return runner.run(plan)
     except Exception as error:
-        # Whatever went wrong in the mechanism concerns the requests of this step only.
+        # Whatever went wrong in the mechanism concerns the requests of this step only. Its error
+        # knows this frame, so no name here may be its own: a ring that only a collection finds
+        # would keep the runner, and its memory, behind `close`.
         logger.exception("step %d failed", plan.step_id)
-        failure = StepError(f"step {plan.step_id} failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        return failure
+        return _failure(plan.step_id, error)
+
+
+def _failure(step_id: int, error: Exception) -> StepError:
+    failure = StepError(f"step {step_id} failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -128,6 +128,10 @@ def test_decode(
     run_decode(device, shape, [1, 31, 100], programs=programs, window=window)
 
 
+def test_decode_in_more_parts_than_are_added_at_a_time(device: torch.device) -> None:
+    run_decode(device, SMALL[0], [1, 300], programs=400)
+
+
 @pytest.mark.parametrize(("shape", "window"), [(SMALL[0], 0), (SMALL[1], 7)])
 def test_decode_of_fp8(device: torch.device, shape: tuple[int, int, int, int], window: int) -> None:
     run_decode(device, shape, [1, 31, 100], programs=100, window=window, kv_dtype=E4M3)
@@ -147,6 +151,10 @@ def test_decode_over_a_grid(
             device, shape, edges, programs=programs, window=window, dtype=torch.bfloat16,
             kv_dtype=kv_dtype, min_keys=128, block_n=64,
         )  # fmt: skip
+    run_decode(
+        device, shape, [1, 1500], programs=1000, dtype=torch.bfloat16, kv_dtype=kv_dtype,
+        min_keys=64, block_n=64,
+    )  # fmt: skip
 
 
 def run_prefill(

@@ -56,6 +56,67 @@ def _add_prefix(
     return acc, total, largest
 
 
+@triton.jit
+def _add_parts(
+    part_out,
+    part_lse,
+    first_item,
+    num_parts,
+    out,
+    prefix_lengths,
+    prefix_out,
+    prefix_lse,
+    token,
+    kv_head,
+    num_kv_heads,
+    group,
+    PREFIX_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Store the sum of a row's parts, ``PARTS`` at a time, for each is a wait for memory. What pads
+    a tensor core's tile stays out: ``GROUP`` has the query heads alone."""
+    d = tl.arange(0, DIM)
+    g = tl.arange(0, GROUP)
+    g_mask = g < group
+    head = kv_head * group + g
+    p = tl.arange(0, PARTS)
+    largest = tl.full([GROUP], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([GROUP], dtype=tl.float32)
+    acc = tl.zeros([GROUP, DIM], dtype=tl.float32)
+    for first in range(0, num_parts, PARTS):
+        item = (first_item + first + p).to(tl.int64)
+        place = (item * num_kv_heads + kv_head)[:, None] * group + g[None, :]
+        mask = (first + p < num_parts)[:, None] & g_mask[None, :]
+        lse = tl.load(part_lse + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        lse = tl.where(g_mask[None, :], lse, 0.0)
+        o = tl.load(
+            part_out + place[:, :, None] * DIM + d[None, None, :],
+            mask=mask[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_largest = tl.maximum(largest, tl.max(lse, axis=0))
+        shrink = tl.exp2(largest - new_largest)
+        weight = tl.exp2(lse - new_largest[None, :])
+        acc = acc * shrink[:, None] + tl.sum(o * weight[:, :, None], axis=0)
+        total = total * shrink + tl.sum(weight, axis=0)
+        largest = new_largest
+    if PREFIX_SPLITS > 0:
+        # What a group of rows has in common was attended to for all of them at once.
+        first_key = tl.load(prefix_lengths + token)
+        acc, total, largest = _add_prefix(
+            acc, total, largest, prefix_out, prefix_lse, first_key, token, head, g_mask,
+            num_kv_heads * group, PREFIX_SPLITS, HEAD_DIM, DIM,
+        )  # fmt: skip
+    acc = acc / total[:, None]
+    place = (token.to(tl.int64) * num_kv_heads * group + head[:, None]) * HEAD_DIM + d[None, :]
+    mask = g_mask[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+
+
 @Kernel
 @triton.jit
 def _decode(
@@ -85,6 +146,8 @@ def _decode(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     GROUP: tl.constexpr,
+    MERGED_GROUP: tl.constexpr,
+    MERGED_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
@@ -166,33 +229,11 @@ def _decode(
     done = tl.atomic_add(counters + owner, 1, sem="acq_rel", scope="gpu")
     if done == num_parts - 1:
         tl.debug_barrier()
-        largest = tl.full([GROUP], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([GROUP], dtype=tl.float32)
-        acc = tl.zeros([GROUP, DIM], dtype=tl.float32)
-        for other in range(num_parts):
-            place = ((item - split + other).to(tl.int64) * num_kv_heads + kv_head) * group + g
-            lse = tl.load(part_lse + place, mask=g_mask, other=0.0, cache_modifier=".cg")
-            o = tl.load(
-                part_out + place[:, None] * DIM + d[None, :],
-                mask=g_mask[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            new_largest = tl.maximum(largest, lse)
-            shrink = tl.exp2(largest - new_largest)
-            weight = tl.exp2(lse - new_largest)
-            acc = acc * shrink[:, None] + o * weight[:, None]
-            total = total * shrink + weight
-            largest = new_largest
-        if PREFIX_SPLITS > 0:
-            # What a group of rows has in common was attended to for all of them at once.
-            first_key = tl.load(prefix_lengths + token)
-            acc, total, largest = _add_prefix(
-                acc, total, largest, prefix_out, prefix_lse, first_key, token, head, g_mask,
-                num_kv_heads * group, PREFIX_SPLITS, HEAD_DIM, DIM,
-            )  # fmt: skip
-        acc = acc / total[:, None]
-        tl.store(out + q_place, acc.to(out.dtype.element_ty), mask=q_mask)
+        _add_parts(
+            part_out, part_lse, item - split, num_parts, out, prefix_lengths, prefix_out,
+            prefix_lse, token, kv_head, num_kv_heads, group, PREFIX_SPLITS, HEAD_DIM, DIM,
+            MERGED_GROUP, MERGED_PARTS,
+        )  # fmt: skip
         tl.store(counters + owner, 0)
 
 
@@ -258,6 +299,7 @@ def decode_attention(
     _, num_heads, head_dim = queries.shape
     _, block_size, _, num_kv_heads, _ = kv_layer.shape
     group = num_heads // num_kv_heads
+    dim, merged_group = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
     _decode[(len(parts.table), num_kv_heads)](
         queries,
         kv_layer,
@@ -283,8 +325,11 @@ def decode_attention(
         HAS_SCALES=kv_scales is not None,
         BLOCK_SIZE=0 if tables is None else block_size,
         HEAD_DIM=head_dim,
-        DIM=triton.next_power_of_2(head_dim),
+        DIM=dim,
         GROUP=padded_group(group),
+        MERGED_GROUP=merged_group,
+        # As many as need no more registers than attending does.
+        MERGED_PARTS=max(1, min(8, 16384 // (merged_group**2 * dim))),
         BLOCK_N=block_n,
         WIDTH=WIDTH,
         PDL=PDL,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo.bench import translation
-from octavo.bench.translation import Step, line, measure, timed_steps
+from octavo.bench.translation import line, measure
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -57,23 +56,6 @@ def test_every_figure_of_both_translations(shape: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["paged", "virtual"])
-def test_cpu_time_is_that_of_all_threads(shape: str, kind: str) -> None:
-    with translation.opened(shape, kind) as llm:
-        before = translation.mapping_cpu_s(), time.process_time()
-        with timed_steps(llm) as steps:
-            translation.works.generate(llm, [(9, 30)] * 3, 0)
-        mapping_s = translation.mapping_cpu_s() - before[0]
-        process_s = time.process_time() - before[1]
-    assert (mapping_s > 0) == (kind == "virtual")
-    assert 0 < sum(s.cpu_s for s in steps) <= process_s
-    assert sum(s.mapping_cpu_s for s in steps) <= mapping_s
-    assert any(s.mapping_cpu_s > 0 for s in steps) == (kind == "virtual")
-    for step in steps:
-        assert step.cpu_s >= 0
-        assert step.waiting_cpu_s + step.mapping_cpu_s <= step.cpu_s + 1e-3, "no clock is exact"
-
-
-@pytest.mark.parametrize("kind", ["paged", "virtual"])
 def test_hits_are_hits(shape: str, kind: str) -> None:
     with translation.opened(shape, kind, prefix_caching=True) as llm:
         block = llm._core.scheduler.manager.block_size
@@ -82,15 +64,3 @@ def test_hits_are_hits(shape: str, kind: str) -> None:
         assert all(value > 0 for value in found.values())
         with pytest.raises(RuntimeError, match="tokens were cached"):
             translation.prefix_hits(llm, 2 * block + 1, repeats=1)
-
-
-def test_steps_are_timed_one_by_one(shape: str) -> None:
-    with translation.opened(shape, "paged") as llm:
-        with timed_steps(llm) as steps:
-            translation.works.generate(llm, [(6, 3)] * 2, 0)
-        step = llm._core.step
-        translation.works.generate(llm, [(6, 3)], 0)
-        assert llm._core.step == step, "the engine is as it was"
-    assert [(s.num_rows, s.has_chunks) for s in steps] == [(2, True), (2, False), (2, False)]
-    assert all(0 <= s.waited_s <= s.seconds for s in steps)
-    assert isinstance(steps[0], Step)

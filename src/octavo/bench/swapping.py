@@ -83,7 +83,7 @@ def beside_decode(llm: LLM, ceilings: Ceilings, rows: int = 64, steps: int = 128
 
 def _step_ms(llm: LLM, lengths: list[tuple[int, int]], seed: int) -> float:
     """The median of the steps in which every row decodes."""
-    from octavo.bench.translation import timed_steps
+    from octavo.bench.timed_steps import timed_steps
 
     rows = len(lengths)
     with timed_steps(llm) as found:

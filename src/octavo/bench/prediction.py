@@ -235,7 +235,7 @@ def run(
 ) -> dict[str, Any]:
     """All comparisons, ready for JSON: of each work the round in which requests took least, since
     what else a machine does only adds. ``options`` are the engine's."""
-    from octavo.bench.calibrate import timed
+    from octavo.bench.designed_steps import timed
     from octavo.bench.works import SHAPES, shape
     from octavo.engine.build import build_engine
 

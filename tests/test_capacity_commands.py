@@ -17,7 +17,7 @@ from octavo.config import EngineConfig, parse_size
 from octavo.execution.executors.in_process import InProcessExecutor
 from octavo.server import run
 from octavo.simulate.calibration import load_calibration
-from octavo.simulate.capacity import Setup
+from octavo.simulate.capacity_plan import Setup
 from test_imports import HEAVY, modules_after
 
 runner = CliRunner()

@@ -21,7 +21,7 @@ from octavo.output_files import check_plot, check_writable
 from octavo.terminal import print_json, readable_errors
 
 if TYPE_CHECKING:
-    from octavo.simulate.capacity import Plan, Setup
+    from octavo.simulate.capacity_plan import Plan, Setup
     from octavo.simulate.shape import ModelShape
 
 _SHORT = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}

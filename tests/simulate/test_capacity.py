@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.simulate.capacity import MAX_REPLICAS, Planner, Setup, Trial
+from octavo.simulate.capacity import MAX_REPLICAS, Planner
+from octavo.simulate.capacity_plan import Setup, Trial
 from octavo.simulate.gpus import GPU, GPUError, gpu_named, with_price
 from octavo.simulate.latency import Coefficients
 from octavo.simulate.objectives import Objective, ObjectiveError, parse_objectives

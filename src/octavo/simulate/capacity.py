@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.scheduling.preemption import PreemptionPolicy
+from octavo.simulate.capacity_plan import Plan, Setup, Sustained, Trial
 from octavo.simulate.cluster import Cluster
 from octavo.simulate.gpus import GPU
 from octavo.simulate.latency import LatencyModel
 from octavo.simulate.objectives import Objective, ObjectiveError
-from octavo.simulate.outcome import Outcome
 from octavo.simulate.replica import ReplicaConfig
 from octavo.simulate.routing import ROUTERS
 from octavo.simulate.shape import ModelShape
@@ -31,7 +31,6 @@ _PAGE_BYTES = 2 << 20
 _MOST_MAPPED_TOKENS = 256
 _BUDGETS = (8192, 2048, 1024, 512)
 _BLOCK_SIZES = (16, 32, 64)
-_DEFAULT_BUDGET = 8192
 _MAX_NUM_SEQS = 1024
 # Rates are found to 3 %; a variant has to sustain 2 % more than what it replaces.
 _PRECISION, _GAIN = 1.03, 1.02
@@ -42,71 +41,6 @@ _FEWEST = 200
 _RISE = 0.2
 # Requests without a token when the last one comes: more, and the replica does not keep up.
 _MOST_WAITING = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """One replica: ``tensor_parallel`` ranks of a model, and its engine's options. ``swap_bytes``
-    are of host memory, for all ranks."""
-
-    tensor_parallel: int = 1
-    kv: str = "paged"
-    block_size: int = 16
-    max_num_batched_tokens: int = _DEFAULT_BUDGET
-    swap_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What one replica, or a cluster, does at a rate; ``keeps_up``: its queue does not grow.
-    ``is_settled``: it was simulated for at least twice as long as a request takes, so that as many
-    end as come; otherwise the load still rises when the arrivals end."""
-
-    rate: float
-    outcome: Outcome
-    keeps_up: bool
-    num_preemptions: int = 0
-    is_settled: bool = True
-
-    def meets(self, objectives: Sequence[Objective]) -> bool:
-        """Whether it keeps up and stays within all limits."""
-        return self.keeps_up and all(o.value_s(self.outcome) <= o.limit_s for o in objectives)
-
-
-@dataclass(frozen=True, slots=True)
-class Sustained:
-    """The highest rate at which a setup meets the objectives (0: at none), and all trials."""
-
-    setup: Setup
-    rate: float
-    trials: tuple[Trial, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """``num_replicas`` of ``setup`` serve ``rate`` requests a second. ``outcome`` is what the
-    simulation of ``num_settled_replicas`` of them brought, at their share of the rate: all of them
-    where the requests that may be simulated suffice for the load to settle (``is_settled``).
-    ``candidates`` is what was tried for one replica."""
-
-    model: str
-    gpu: str
-    rate: float
-    objectives: tuple[Objective, ...]
-    setup: Setup
-    num_replicas: int
-    num_gpus: int
-    num_blocks: int
-    replica_rate: float
-    cost_per_million_tokens: float
-    price_per_hour: float
-    router: str
-    outcome: Outcome
-    num_simulated: int
-    num_settled_replicas: int
-    num_preemptions: int
-    is_settled: bool
-    candidates: tuple[Sustained, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,7 +81,7 @@ class Planner:
         for change in self._variants(best):
             variant = replace(best.setup, **change)
             if not self._trial(variant, best.rate * _GAIN).meets(self.objectives):
-                self.tell(f"{_describe(variant)}: no more than {best.rate:.2f} requests/s")
+                self.tell(f"{variant.describe()}: no more than {best.rate:.2f} requests/s")
                 continue
             found = self.sustained(variant, at_least=best.rate * _GAIN)
             candidates.append(found)
@@ -221,7 +155,7 @@ class Planner:
                 high = middle
         trials = [trial for (tried, _), trial in self._trials.items() if tried == setup]
         trials.sort(key=lambda trial: trial.rate)
-        self.tell(f"{_describe(setup)}: {low:.2f} requests/s")
+        self.tell(f"{setup.describe()}: {low:.2f} requests/s")
         return Sustained(setup, low, tuple(trials))
 
     def _saturation(self, setup: Setup) -> float:
@@ -354,7 +288,7 @@ class Planner:
     def _cluster_trial(self, setup: Setup, rate: float, num_replicas: int) -> tuple[Trial, int]:
         items = self._cluster_items(rate, num_replicas)
         trial = self._simulate(setup, items, rate, num_replicas)
-        self.tell(f"{num_replicas} replicas at {rate:g} requests/s: {_figures(trial)}")
+        self.tell(f"{num_replicas} replicas at {rate:g} requests/s: {trial.figures()}")
         return trial, len(items)
 
     def _cluster_items(self, rate: float, num_replicas: int) -> list[WorkItem]:
@@ -384,20 +318,3 @@ class Planner:
             f"{missed}. Relax them, allow more ranks (--tensor-parallel), leave out longer "
             "requests (--max-total-len), or choose a faster GPU"
         )
-
-
-def _describe(setup: Setup) -> str:
-    swap = f", {setup.swap_bytes / 2**30:g} GiB to swap" if setup.swap_bytes else ""
-    return (
-        f"{setup.tensor_parallel} rank(s), {setup.kv}, blocks of {setup.block_size}, "
-        f"{setup.max_num_batched_tokens} tokens a step{swap}"
-    )
-
-
-def _figures(trial: Trial) -> str:
-    found = trial.outcome
-    behind = "" if trial.keeps_up else ", falls behind"
-    return (
-        f"TTFT P99 {found.ttft_s['p99'] * 1e3:.0f} ms, ITL P99 {found.itl_s['p99'] * 1e3:.1f} ms"
-        f"{behind}"
-    )

@@ -2,7 +2,7 @@
 
 The scheduler makes a `StepPlan` out of queue, rows and blocks, and digests `StepResult`s. It reads
 no clock, imports no torch and never asks the executor. `state` holds what it knows, `planning`
-makes plans, `results` digests; here is what the outside asks.
+makes plans, `waiting` admits, `results` digests; here is what the outside asks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What a launched step names (rows, blocks) is released only when the result of the last launched
 step that names it has been processed: ``last_step[row] <= processed``. Decides nothing about who
-runs next (`planning`) and reads no results (`results`).
+runs next (`planning`, `waiting`) and reads no results (`results`).
 """
 
 from __future__ import annotations
@@ -114,6 +114,13 @@ class SchedulerState:
             sequence.number, group.request, group.arrival, sequence.token_ids, num_computed
         )
         self.sequence_of_row[sequence.row] = sequence
+
+    def publish(self, row: int, num_tokens: int) -> None:
+        """Blocks of known tokens may be hit as soon as they are planned, in this very step: each
+        layer writes keys and values before it attends."""
+        tokens = self.rows.first_token_ids(row, num_tokens)
+        for block_id in self.manager.publish(row, tokens):
+            self.published.append((row, block_id))
 
     def arrive(self, transfer: int) -> None:
         """The blocks of a swapped-in group are there: it goes on."""

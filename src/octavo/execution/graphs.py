@@ -24,14 +24,14 @@ from octavo.execution.captured_sizes import (
     aligned,
     batch_bucket,
     captured_sizes,
-    tile_bucket,
     token_bucket,
 )
+from octavo.execution.decode_batch import DecodeBatch
 from octavo.execution.device import Device
 from octavo.execution.device_rows import DeviceRows
 from octavo.execution.kernels.ahead import is_compiling_ahead
 from octavo.execution.kernels.prefill_attention import PrefillTiles
-from octavo.execution.kernels.prefix_attention import PrefixTiles, tile_rows
+from octavo.execution.kernels.prefix_attention import tile_rows
 from octavo.execution.kernels.row_state import fill_tokens, gather_rows
 from octavo.execution.kernels.sampling import (
     SampledRows,
@@ -79,11 +79,8 @@ class StepGraphs:
         self.out = torch.zeros(aligned(size), dtype=torch.int32, device=place)
         self._workspace = SamplingWorkspace(aligned(size), place)
         self._order = torch.arange(aligned(size), dtype=torch.int32, device=place)
-        # Rows, the tokens of each that a prefix tile covers, and the tiles.
-        self._per_tile = tile_rows(attention.num_heads, num_kv_heads)
-        self._most_tiles = tile_bucket(2 * size // self._per_tile + 2)
-        num_ints = 2 * aligned(size) + (2 + self._per_tile) * self._most_tiles + ALIGN
-        self._decode_rows = Staging(device, num_ints, depth)
+        per_tile = tile_rows(attention.num_heads, num_kv_heads)
+        self._decode_batch = DecodeBatch(device, size, per_tile, depth)
         self._decode_inputs = torch.zeros(3, aligned(size), dtype=torch.int32, device=place)
         self._head_inputs = Staging(device, 3 * aligned(size), depth)
         most = token_bucket(max_num_batched_tokens)
@@ -116,7 +113,7 @@ class StepGraphs:
         count = len(batch.rows)
         size = min(batch_bucket(count), aligned(self._rows.num_rows))
         if batch is not self._batch:
-            self._max_tiles = self._send_batch(batch, size)
+            self._max_tiles = self._decode_batch.send(batch, size)
             self._batch = batch
         padded: IntArray = np.ones(size, dtype=np.int32)
         padded[:count] = lengths
@@ -128,55 +125,6 @@ class StepGraphs:
             key, lambda: self._decode(size, longest, is_random, max_tiles, has_logits, in_slots)
         )
         return logits[:count] if has_logits else None
-
-    def _send_batch(self, batch: Batch, size: int) -> int:
-        """Rows and prefix tiles of a decode batch. Returns how many tiles its graph is for."""
-        count, width, per_tile = len(batch.rows), aligned(size), self._per_tile
-        host = self._decode_rows.host()
-        host[:count] = batch.rows
-        host[count:size] = self._rows.num_rows
-        groups, num_tiles = [], 0
-        for group in batch.prefix_groups or ():
-            # Those that find no room are read a row at a time, as all rows once were.
-            if num_tiles + (needed := -(-len(group.places) // per_tile)) <= self._most_tiles:
-                groups.append(group)
-                num_tiles += needed
-        if not num_tiles:
-            self._decode_rows.send(size)
-            return 0
-        max_tiles = tile_bucket(num_tiles)
-        covered = host[width : width + size]
-        covered[:] = 0
-        first = 2 * width
-        rows, lengths = host[first:][:max_tiles], host[first + max_tiles :][:max_tiles]
-        tokens = host[first + 2 * max_tiles + ALIGN :][: max_tiles * per_tile]
-        host[first + 2 * max_tiles] = num_tiles
-        tokens = tokens.reshape(max_tiles, per_tile)
-        tile = 0
-        for group in groups:
-            covered[group.places] = group.num_tokens
-            for start in range(0, len(group.places), per_tile):
-                places = group.places[start : start + per_tile]
-                tokens[tile] = -1
-                tokens[tile, : len(places)] = places
-                rows[tile] = batch.rows[places[0]]
-                lengths[tile] = group.num_tokens
-                tile += 1
-        self._decode_rows.send(first + (2 + per_tile) * max_tiles + ALIGN)
-        return max_tiles
-
-    def _prefix_tiles(self, size: int, max_tiles: int) -> PrefixTiles | None:
-        if not max_tiles:
-            return None
-        width = aligned(size)
-        sent, first = self._decode_rows.device, 2 * width
-        return PrefixTiles(
-            tokens=sent[first + 2 * max_tiles + ALIGN :][: max_tiles * self._per_tile],
-            rows=sent[first:][:max_tiles],
-            lengths=sent[first + max_tiles :][:max_tiles],
-            num_tiles=sent[first + 2 * max_tiles :][:1],
-            token_lengths=sent[width:][:size],
-        )
 
     def forward(
         self,
@@ -347,7 +295,7 @@ class StepGraphs:
         rows = self._rows
         token_ids, token_rows, positions = (part[:size] for part in self._decode_inputs)
         gather_rows(
-            self._decode_rows.device[:size],
+            self._decode_batch.rows(size),
             rows.last_token,
             rows.position,
             token_ids,
@@ -360,7 +308,7 @@ class StepGraphs:
             rows.tables,
             num_decode=torch.full((1,), size, dtype=torch.int32, device=token_rows.device),
             max_decode=size,
-            prefix=self._prefix_tiles(size, max_tiles),
+            prefix=self._decode_batch.prefix_tiles(size, max_tiles),
             in_slots=in_slots,
             max_length=longest,
         )

@@ -222,7 +222,7 @@ def what_steps_send(
     runner = core.executor.runner  # type: ignore[attr-defined]
     names = {
         runner.rows._staging: "rows",
-        runner.graphs._decode_rows: "decode",
+        runner.graphs._decode_batch._sent: "decode",
         runner.graphs._forward_inputs: "forward",
         runner.graphs._head_inputs: "head",
     }

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from memory.test_paged import SIZE, PagedMachine
+from memory.paged_machine import SIZE, PagedMachine
 from octavo.core.plan import CopyBlocks
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,42 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
+from engine.llm_harness import GREEDY, TEXTS, one
 from engine.tiny_engine import is_idle, make_llm, pool, save_gguf, save_llama
-from execution.models.tiny_models import tiny_llama
-from octavo.core.plan import IntArray, StepPlan, StepResult
 from octavo.core.request import ContextLengthError, FinishReason, RequestError
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.llm import LLM, Completion
+from octavo.engine.llm import LLM
 from octavo.text.chat_template import ChatTemplateError
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-TEXTS = ["hello", "hello world 12", "né", "Once", "日本", "a", "  ", "12 12"]
-
-
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf")
-
-
-@pytest.fixture(scope="module")
-def shared(gguf: Path) -> Iterator[LLM]:
-    with make_llm(gguf, max_num_seqs=3, max_queued_requests=2) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    """The shared engine; whatever a test does, nothing is left behind."""
-    yield shared
-    assert is_idle(shared)
-
-
-def one(llm: LLM, prompt: Any, params: SamplingParams = GREEDY) -> Completion:
-    (completion,) = llm.generate(prompt, params)
-    return completion
-
 
 # ── results ──────────────────────────────────────────────────────────────────────────────────
 
@@ -103,6 +71,23 @@ def test_max_tokens_none_is_all_the_room(llm: LLM) -> None:
     result = one(llm, [5] * 100, replace(GREEDY, max_tokens=None))
     assert len(result.token_ids) == llm.report.max_model_len - 100
     assert result.finish_reason is FinishReason.LENGTH
+
+
+def test_the_progress_bar_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(TEXTS[:2], GREEDY, progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Generating" in captured.err
+    llm.generate(TEXTS[:2], GREEDY)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_closed_llm_says_so(gguf: Path) -> None:
+    llm = make_llm(gguf)
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        llm.generate("hello", GREEDY)
 
 
 # ── stopping ─────────────────────────────────────────────────────────────────────────────────
@@ -204,158 +189,6 @@ def test_what_ended_the_text_may_stay_in_it(gguf: Path, depth: int) -> None:
         decoded = llm.tokenizer.decode([*prompt, *result.token_ids])
         assert result.text == decoded.removeprefix("hello")
         assert is_idle(llm)
-
-
-# ── penalties, masks, log probabilities ──────────────────────────────────────────────────────
-
-MIXED = [
-    replace(GREEDY, repetition_penalty=1.5),
-    replace(GREEDY, presence_penalty=2.0, frequency_penalty=1.0, logprobs=3),
-    replace(GREEDY, bad_words=("12", "né"), logprobs=0, prompt_logprobs=0),
-    replace(GREEDY, allowed_token_ids=tuple(range(60, 90)), prompt_logprobs=5),
-    replace(GREEDY, temperature=1.5, seed=4, repetition_penalty=1.2, logprobs=20),
-    replace(GREEDY, min_tokens=20, stop_token_ids=tuple(range(100, 164)), logprobs=1),
-]
-
-
-def test_they_change_what_comes_out(llm: LLM) -> None:
-    plain = llm.generate(TEXTS, GREEDY)
-    for params in MIXED[:2]:
-        found = llm.generate(TEXTS, params)
-        assert any(a.token_ids != b.token_ids for a, b in zip(found, plain, strict=True))
-    varied = llm.generate(TEXTS, MIXED[1])
-    num_distinct = [sum(len(set(a.token_ids)) for a in results) for results in (plain, varied)]
-    assert num_distinct[0] < num_distinct[1], "less is said twice"
-    words = tuple({word for result in plain for word in result.text if word.isascii()})
-    assert llm.tokenizer is not None
-    banned = {llm.tokenizer.encode(word, add_special_tokens=False)[0] for word in words}
-    assert banned & {token_id for result in plain for token_id in result.token_ids}
-    for result in llm.generate(TEXTS, replace(GREEDY, bad_words=words)):
-        assert not banned & set(result.token_ids)
-    for result in llm.generate(TEXTS, MIXED[3]):
-        assert set(result.token_ids) <= set(range(60, 90))
-
-
-def test_repetition_penalty_is_transformers(llm: LLM) -> None:
-    reference = tiny_llama(vocab_size=269)
-    reference.generation_config.eos_token_id = None
-    for prompt in ([5, 90, 17], [7] * 9, [3, 4, 5, 6, 200]):
-        ids = torch.tensor([prompt])
-        options = {"do_sample": False, "max_new_tokens": 24, "repetition_penalty": 1.5}
-        whole = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        found = one(llm, prompt, replace(GREEDY, repetition_penalty=1.5))
-        assert list(found.token_ids) == whole[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_blocks", [5, 40])
-def test_preempted_and_pipelined_requests_give_the_same(
-    gguf: Path, depth: int, num_blocks: int
-) -> None:
-    prompts = [text * 3 for text in TEXTS[: len(MIXED)]]
-    with make_llm(gguf, max_num_seqs=1, max_num_batched_tokens=512) as llm:
-        expected = [one(llm, *item) for item in zip(prompts, MIXED, strict=True)]
-    with make_llm(
-        gguf,
-        depth=depth,
-        block_size=16,
-        kv_memory=pool(num_blocks),
-        prefix_caching=True,
-        max_num_batched_tokens=11,
-        max_num_seqs=5,
-    ) as llm:
-        for _ in range(2):
-            found = llm.generate(prompts, MIXED)
-            for a, b in zip(found, expected, strict=True):
-                assert without_logprobs(a) == without_logprobs(b)
-                check_close(a.logprobs, b.logprobs)
-                check_close(a.prompt_logprobs, b.prompt_logprobs)
-        assert (llm._core.scheduler.num_preemptions > 0) == (num_blocks == 5)
-
-
-def without_logprobs(result: Completion) -> Completion:
-    return replace(result, logprobs=None, prompt_logprobs=None)
-
-
-def check_close(found: Any, expected: Any) -> None:
-    """Lists of `TokenLogprobs`, up to rounding."""
-    assert (found is None) == (expected is None)
-    for a, b in zip(found or (), expected or (), strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert (a.token_id, a.rank) == (b.token_id, b.rank)
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
-            assert [i for i, _ in a.top] == [i for i, _ in b.top]
-
-
-def reference_logprobs(token_ids: list[int]) -> torch.Tensor:
-    """``[length, vocab]``: the distribution after each token, by transformers."""
-    with torch.inference_mode():
-        logits = tiny_llama(vocab_size=269)(torch.tensor([token_ids])).logits[0]
-    return logits.double().log_softmax(-1)
-
-
-def test_logprobs_are_transformers(llm: LLM) -> None:
-    params = replace(GREEDY, logprobs=4, prompt_logprobs=2)
-    prompt = [5, 90, 17, 33, 200, 4]
-    result = one(llm, prompt, params)
-    assert result.token_ids == one(llm, prompt).token_ids
-    table = reference_logprobs([*prompt, *result.token_ids])
-    assert result.logprobs is not None
-    assert result.prompt_logprobs is not None
-    assert result.prompt_logprobs[0] is None
-    assert len(result.prompt_logprobs) == 6
-    scores = [*result.prompt_logprobs[1:], *result.logprobs]
-    assert [score.token_id for score in scores if score] == [*prompt[1:], *result.token_ids]
-    for i, score in enumerate(scores):
-        assert score is not None
-        assert score.logprob == pytest.approx(float(table[i, score.token_id]), abs=1e-3)
-        assert score.rank == 1 + int((table[i] > table[i, score.token_id]).sum())
-        values, ids = table[i].topk(2 if i < 5 else 4)
-        assert [token_id for token_id, _ in score.top] == ids.tolist()
-        assert [value for _, value in score.top] == pytest.approx(values.tolist(), abs=1e-3)
-    assert all(score.rank == 1 for score in result.logprobs), "greedy"
-    assert all(score.top[0] == (score.token_id, score.logprob) for score in result.logprobs)
-
-
-def test_logprobs_of_a_random_request(llm: LLM) -> None:
-    """Of the raw distribution, so the temperature and the penalties do not show."""
-    params = replace(GREEDY, temperature=3.0, seed=1, frequency_penalty=1.0, logprobs=0)
-    result = one(llm, [5, 90, 17], params)
-    again = one(llm, [5, 90, 17], replace(GREEDY, prompt_logprobs=0))
-    forced = one(llm, [5, 90, 17, *result.token_ids], replace(GREEDY, prompt_logprobs=0))
-    assert again.prompt_logprobs is not None
-    assert again.logprobs is None
-    assert forced.prompt_logprobs is not None
-    check_close(forced.prompt_logprobs[3:], result.logprobs)
-    assert max(score.rank for score in forced.prompt_logprobs[1:] if score) > 5
-
-
-def test_prompt_logprobs_take_no_cached_prefix(gguf: Path) -> None:
-    """Else the positions in the cache would have none; others still share their blocks."""
-    params, prompt = replace(GREEDY, prompt_logprobs=1), [5, 90, 17, 33, 200, 4] * 10
-    with make_llm(gguf, prefix_caching=True, block_size=16, max_num_batched_tokens=25) as llm:
-        one(llm, prompt)
-        for _ in range(2):
-            result = one(llm, prompt, params)
-            assert result.num_cached_tokens == 0
-            assert result.prompt_logprobs is not None
-            assert len(result.prompt_logprobs) == 60
-            assert all(result.prompt_logprobs[1:])
-        plain = one(llm, prompt)
-        assert plain.num_cached_tokens == 48
-        assert plain.token_ids == result.token_ids
-
-
-def test_a_stop_string_cuts_logprobs_too(llm: LLM) -> None:
-    whole = one(llm, "hello", replace(GREEDY, logprobs=0))
-    start = next(i for i in range(3, len(whole.text) - 1) if whole.text[i : i + 2].isascii())
-    params = replace(GREEDY, logprobs=0, stop=(whole.text[start : start + 2],))
-    result = one(llm, "hello", params)
-    assert result.logprobs is not None
-    assert [score.token_id for score in result.logprobs] == list(result.token_ids)
-    while llm._core.has_work:
-        llm._core.step()
 
 
 # ── errors at the door ───────────────────────────────────────────────────────────────────────
@@ -462,179 +295,6 @@ def test_an_answer_may_take_all_the_room(llm: LLM) -> None:
 def test_messages_that_the_template_refuses(llm: LLM) -> None:
     with pytest.raises(ChatTemplateError, match="must have a role"):
         llm.chat([MESSAGES, [{"content": "hello"}]], GREEDY)
-
-
-# ── interrupts and failures ──────────────────────────────────────────────────────────────────
-
-
-def wrap_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch, before: dict[int, Any]) -> None:
-    """Call ``before[n]`` when the model runs for the n-th time from now."""
-    runner = llm._core.executor._runner  # type: ignore[attr-defined]
-    run, count = type(runner).run, iter(range(1, 10**6))
-
-    def wrapped(plan: StepPlan) -> StepResult:
-        before.get(next(count), lambda: None)()
-        return run(runner, plan)
-
-    monkeypatch.setattr(runner, "run", wrapped)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_an_interrupt_leaves_a_usable_engine(
-    gguf: Path, monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
-    """Ctrl-C in the middle of the model's work; the step is finished, the requests are dropped."""
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with make_llm(gguf, depth=depth, max_num_seqs=3, max_queued_requests=2) as llm:
-        expected = llm.generate(TEXTS, GREEDY)
-        interrupt = {n: lambda: signal.raise_signal(signal.SIGINT) for n in (1, 6, 30)}
-        for step in (1, 6, 30):
-            with monkeypatch.context() as patch:
-                wrap_runs(llm, patch, {step: interrupt[step]})
-                with pytest.raises(KeyboardInterrupt):
-                    llm.generate(TEXTS, GREEDY)
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            assert llm._core.scheduler.num_waiting == llm._core.scheduler.num_running == 0
-            assert llm.generate(TEXTS, GREEDY) == expected
-            assert is_idle(llm)
-
-
-def test_a_second_interrupt_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers = []
-
-    def twice() -> None:
-        signal.raise_signal(signal.SIGINT)
-        handlers.append(signal.getsignal(signal.SIGINT))
-
-    wrap_runs(llm, monkeypatch, {2: twice})
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate("hello", GREEDY)
-    assert handlers == [signal.default_int_handler]
-
-
-def test_a_programs_own_handler_is_left(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        wrap_runs(llm, monkeypatch, {2: lambda: signal.raise_signal(signal.SIGINT)})
-        assert len(one(llm, "hello").token_ids) == 24
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    assert seen == [signal.SIGINT]
-
-
-def test_other_threads_may_generate(llm: LLM) -> None:
-    """Signal handlers can only be set in the main one."""
-    expected, found = llm.generate("hello", GREEDY), []
-    thread = threading.Thread(target=lambda: found.extend(llm.generate("hello", GREEDY)))
-    thread.start()
-    thread.join()
-    assert found == expected
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_failed_step_ends_its_requests_only(
-    gguf: Path, monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
-    def fail() -> None:
-        raise RuntimeError("the machine is on fire")
-
-    with make_llm(gguf, depth=depth, max_num_seqs=3) as llm:
-        expected = llm.generate(TEXTS, GREEDY)
-        with monkeypatch.context() as patch:
-            wrap_runs(llm, patch, {10: fail})
-            results = llm.generate(TEXTS, GREEDY)
-        failed = [result for result in results if result.finish_reason is FinishReason.ERROR]
-        assert results[3:] == expected[3:], "requests that had not begun"
-        assert len(failed) == 3
-        for result, whole in zip(failed, expected, strict=False):
-            assert result.error is not None
-            assert "failed: RuntimeError: the machine is on fire" in result.error
-            assert len(result.token_ids) == 9
-            assert result.token_ids == whole.token_ids[:9]
-        assert is_idle(llm)
-        assert llm.generate(TEXTS, GREEDY) == expected
-
-
-def test_logits_that_are_no_numbers_fail_their_request(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = llm.generate(TEXTS[:3], GREEDY)
-    model = llm._core.executor._runner.model  # type: ignore[attr-defined]
-    with monkeypatch.context() as patch:
-        logits = model.logits
-        patch.setattr(model, "logits", lambda hidden: logits(hidden) * torch.nan)
-        for params in (GREEDY, SamplingParams(seed=1), SamplingParams(top_p=0.5, seed=1)):
-            result = one(llm, "hello", params)
-            assert result.finish_reason is FinishReason.ERROR
-            assert result.token_ids == ()
-            assert result.text == ""
-            assert result.error is not None
-            assert "the logits of the sequence are not finite" in result.error
-    assert llm.generate(TEXTS[:3], GREEDY) == expected
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_row_without_numbers_fails_alone(
-    gguf: Path, depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever else its request asks for, and though a step more of it may be under way."""
-    kinds = (
-        GREEDY,
-        SamplingParams(top_p=0.5, seed=1, logprobs=2),
-        SamplingParams(presence_penalty=1.0, bad_words=("x y",), temperature=0),
-        SamplingParams(use_beam_search=True, beam_width=2, temperature=0),
-    )
-    long = "a" * 45  # nobody else comes so far
-    with make_llm(gguf, depth=depth, max_num_seqs=8) as llm:
-        expected = llm.generate(TEXTS[:3], GREEDY)
-        sampler = llm._core.executor._runner.sampler  # type: ignore[attr-defined]
-        sample = sampler.sample
-
-        def spoiled(logits: torch.Tensor, rows: IntArray, indices: IntArray) -> IntArray:
-            logits[torch.from_numpy(indices == len(long) + 3)] = torch.nan
-            found: IntArray = sample(logits, rows, indices)
-            return found
-
-        monkeypatch.setattr(sampler, "sample", spoiled)
-        for params in kinds:
-            *others, last = llm.generate([*TEXTS[:3], long], [GREEDY] * 3 + [params])
-            assert others == expected
-            assert last.finish_reason is FinishReason.ERROR
-            assert last.error is not None
-            assert "the logits of the sequence are not finite" in last.error
-            assert is_idle(llm)
-
-
-def test_weights_that_are_no_numbers_do_not_haunt_the_cache(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NaNs written into blocks are overwritten by whoever gets the blocks next."""
-    expected = llm.generate(TEXTS, GREEDY)
-    model = llm._core.executor._runner.model  # type: ignore[attr-defined]
-    with monkeypatch.context() as patch:
-        norm = model.layers[0].attention_norm
-        patch.setattr(model.layers[0], "attention_norm", lambda x: norm(x) * torch.nan)
-        results = llm.generate(TEXTS, GREEDY)
-        assert {result.finish_reason for result in results} == {FinishReason.ERROR}
-    assert llm.generate(TEXTS, GREEDY) == expected
-
-
-def test_the_progress_bar_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.generate(TEXTS[:2], GREEDY, progress=True)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "Generating" in captured.err
-    llm.generate(TEXTS[:2], GREEDY)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_closed_llm_says_so(gguf: Path) -> None:
-    llm = make_llm(gguf)
-    llm.close()
-    llm.close()
-    with pytest.raises(RuntimeError, match="this LLM is closed"):
-        llm.generate("hello", GREEDY)
 
 
 # ── random weights ───────────────────────────────────────────────────────────────────────────

@@ -53,3 +53,21 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     them in the same places, since a part has its least number of keys."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(paged, "SHARES", 16)
+
+
+@pytest.fixture(autouse=True)
+def language_patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each function that a kernel calls, the interpreter looks through all of Triton's language
+    for what to replace, although the kernel's launch has replaced it: a fifth of its time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patched_once(function: Any) -> Any:
+        modules = [m for m in function.__globals__.values() if m is tl or m is tl.core]
+        if modules and not any(tl.core.is_builtin(module.load) for module in modules):
+            return interpreter._LangPatchScope()
+        return patch(function)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patched_once)

@@ -36,6 +36,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a step sends is the same for any number of layers."""
+    folder = tmp_path_factory.mktemp("shallow")
+    tiny_qwen3(head_dim=16, num_hidden_layers=1).save_pretrained(folder)
+    return folder
+
+
 class Watch:
     """Which steps were collected, and whether one is being launched now."""
 
@@ -239,12 +247,12 @@ def what_steps_send(
     return found
 
 
-def test_what_a_decode_step_sends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_decode_step_sends(shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing while nothing changes, one copy for all rows that go on in new blocks."""
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     prompts = [int_array([3 + row] * 7) for row in range(3)]
     asked = [Request(row, prompt, params, 9, seed=0) for row, prompt in enumerate(prompts)]
-    (_, first), *found = what_steps_send(model, monkeypatch, 32, asked)
+    (_, first), *found = what_steps_send(shallow, monkeypatch, 32, asked)
     assert first == ["rows", "forward", "head"]
     # The first also sends which rows decode. Blocks of four: all three cross at once.
     assert [(len(plan.table_deltas), sent) for plan, sent in found] == [
@@ -252,7 +260,7 @@ def test_what_a_decode_step_sends(model: Path, monkeypatch: pytest.MonkeyPatch) 
     ]  # fmt: skip
 
 
-def test_what_a_step_with_prompts_sends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_with_prompts_sends(shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it starts and continues: one copy for what changes of all rows, one for all tokens,
     one for all that sample; nothing twice, and nothing that the device knows."""
     params = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -261,7 +269,7 @@ def test_what_a_step_with_prompts_sends(model: Path, monkeypatch: pytest.MonkeyP
         Request(row, int_array([3 + row] * length), params, 7, seed=0)
         for row, length in enumerate(lengths)
     ]
-    found = what_steps_send(model, monkeypatch, 8, asked)
+    found = what_steps_send(shallow, monkeypatch, 8, asked)
     mixed = [(plan, sent) for plan, sent in found if plan.batch.num_tokens > len(plan.batch.rows)]
     counts = [len(plan.batch.sampled_rows) for plan, _ in mixed]
     assert (min(counts), max(counts)) == (0, 4)

@@ -2,7 +2,7 @@
 # make test     builds the same .venv and runs every test that needs no GPU
 # make install  builds .venv alone
 # make gpu-test   tests of the GPU's kernels and engine; make gpu-bench   its figures
-# make check    format, lint, types, import contracts, fast tests
+# make check    format, lint, types, import contracts, fast tests; make lint the same without tests
 
 PYTHON ?= python3
 # Exact, and installed before the rest: an open range may replace a CPU build that is at hand by a
@@ -13,7 +13,7 @@ PORT ?= 8000
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test install check clean gpu-test gpu-bench
+.PHONY: serve test install check lint clean gpu-test gpu-bench
 
 serve: .venv/.installed
 	@echo "Fetching $(MODEL) where it is not here yet ..."
@@ -27,6 +27,9 @@ install: .venv/.installed
 
 check: .venv/.installed-dev
 	scripts/check
+
+lint: .venv/.installed-dev
+	scripts/check --no-tests
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \

@@ -299,7 +299,7 @@ def test_churn_leaves_nothing_behind(
     assert isinstance(pages, memfd.MemfdPages)
     at_start = (pages.num_mappings, pages.num_handles)
     generator = np.random.default_rng(depth)
-    num_requests = 4000 if request.config.getoption("--long") else 400
+    num_requests = 4000 if request.config.getoption("--long") else 200
     for number in range(0, 8 * num_requests, 8):
         kind = number // 8 % 4
         params = SamplingParams(temperature=float(kind % 2), use_beam_search=kind == 2)

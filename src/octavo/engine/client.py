@@ -1,5 +1,6 @@
-"""The engine as an asyncio program sees it: `AsyncEngine` starts the engine process and talks to
-it. Owns the door (checks, the queue's bound) and all text; knows no HTTP and no blocks.
+"""The engine as an asyncio program sees it: `AsyncEngine` has the engine process started and talks
+to it (`connection`). Owns the door (checks, the queue's bound) and all text; knows no HTTP and no
+blocks.
 """
 
 from __future__ import annotations
@@ -11,23 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import zmq
-import zmq.asyncio
-
 from octavo.config import EngineConfig
 from octavo.core.request import AsleepError, FinishReason, QueueFullError, Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.background import in_thread
-from octavo.engine.child import (
-    COMMAND,
-    ChildProcess,
-    describe_exit,
-    private_socket_path,
-    remove_socket_path,
-)
+from octavo.engine.child import COMMAND, describe_exit
+from octavo.engine.connection import EngineConnection
 from octavo.engine.door import checked_request, states_of
 from octavo.engine.messages import (
-    MAX_MESSAGE_BYTES,
     Abort,
     AddRequest,
     Died,
@@ -41,8 +33,6 @@ from octavo.engine.messages import (
     StartFailed,
     StepMessage,
     ToEngine,
-    decode_from_engine,
-    encode,
 )
 from octavo.engine.outstanding import Outstanding
 from octavo.engine.pool import PoolSize, blocks_in, resized_report
@@ -92,19 +82,10 @@ class AsyncEngine:
         # Since when the engine owes news, of a step or of being idle.
         self._owed_since_s: float | None = None
         self._ready: asyncio.Future[EngineReport] = self._loop.create_future()
-        self._exited = asyncio.Event()
         self._is_started = False
         self._is_closing = False
         self._stopping: asyncio.Task[None] | None = None
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
-        self._socket.set(zmq.LINGER, 0)
-        # Nothing is dropped and nothing blocks: the door bounds what is under way.
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._path = private_socket_path()
-        self._child: ChildProcess | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._connection = EngineConnection(self._digest, self._die, self._on_exit)
 
     @classmethod
     async def start(
@@ -140,19 +121,13 @@ class AsyncEngine:
         log_format: str,
         log_level: str,
     ) -> None:
-        address = f"ipc://{self._path}"
-        self._socket.bind(address)
-        self._child = ChildProcess(
-            config, address, self._on_exit, command, log_format=log_format, log_level=log_level
-        )
-        self._reader = asyncio.create_task(self._read(), name="octavo-engine-reader")
+        self._connection.open(config, command, log_format, log_level)
         if tokenizer is None or isinstance(tokenizer, Tokenizer):
             self.tokenizer = tokenizer
             self.report = await self._ready
         else:
             self.report, self.tokenizer = await asyncio.gather(self._ready, in_thread(tokenizer))
-        # Both ends are connected and never reconnect: leave nothing behind, even after SIGKILL.
-        remove_socket_path(self._path)
+        self._connection.remove_path()
         self.limits = self.report.limits
         if self.tokenizer is not None:
             eos = dict.fromkeys(self.limits.eos_token_ids + self.tokenizer.eos_token_ids)
@@ -191,7 +166,7 @@ class AsyncEngine:
     @property
     def pid(self) -> int | None:
         """The engine process."""
-        return None if self._child is None else self._child.pid
+        return self._connection.pid
 
     def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestStream:
         """Take a request in, or say at once why not; nothing is kept of one that is refused.
@@ -339,19 +314,9 @@ class AsyncEngine:
     # ── messages ─────────────────────────────────────────────────────────────────────────────
 
     def _send(self, message: ToEngine) -> None:
-        # Sent at once: the queue has no bound. To a dead process nothing needs to be sent.
-        self._socket.send(encode(message))
+        self._connection.send(message)
         if self._owed_since_s is None:
             self._owed_since_s = time.monotonic()
-
-    async def _read(self) -> None:
-        while True:
-            data = await self._socket.recv()
-            try:
-                self._digest(decode_from_engine(data))
-            except Exception as error:  # without a reader every request would wait for ever
-                logger.exception("a message of the engine cannot be digested")
-                self._die(f"{type(error).__name__}: {error}")
 
     def _digest(self, message: FromEngine) -> None:
         if isinstance(message, StepMessage):
@@ -400,7 +365,6 @@ class AsyncEngine:
     # ── the end ──────────────────────────────────────────────────────────────────────────────
 
     def _on_exit(self, code: int) -> None:
-        self._exited.set()
         if self._stopping is None:
             self._loop.call_later(_LAST_WORDS_S, self._die, describe_exit(code))
 
@@ -412,8 +376,7 @@ class AsyncEngine:
             self._ready.set_exception(EngineStartError(_headline(error)))
             return
         logger.error("the engine died: %s", _headline(error))
-        assert self._child is not None
-        self._child.kill()
+        self._connection.kill()
         # Nothing runs any more; counters stay what they were.
         self.stats = replace(
             self.stats,
@@ -429,24 +392,14 @@ class AsyncEngine:
             lambda: EngineDeadError("the engine was stopped before the request ended")
         )
         self._pool_calls.end_all(lambda: EngineDeadError("the engine was stopped"))
-        if self._child is not None:
+        if self._connection.pid is not None:
             if self._is_started and self.error is None:
                 self._send(Shutdown())
             else:  # it loads, or it is broken: nothing to wait for
-                self._child.kill()
-            try:
-                async with asyncio.timeout(_STOP_TIMEOUT_S):
-                    await self._exited.wait()
-            except TimeoutError:
-                self._child.kill()
-                await self._exited.wait()
+                self._connection.kill()
+            await self._connection.wait_exit(_STOP_TIMEOUT_S)
         self._ready.cancel()
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-        self._socket.close(linger=0)
-        self._context.term()
-        remove_socket_path(self._path)
+        await self._connection.close()
 
 
 def _headline(error: str) -> str:

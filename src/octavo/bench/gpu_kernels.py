@@ -25,7 +25,7 @@ from octavo.execution.attention.dense import DenseChunk, dense_attention, dense_
 from octavo.execution.attention.paged import SHARES
 from octavo.execution.kernels.block_copy import copy_blocks
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
-from octavo.execution.kernels.decode_parts import decode_parts
+from octavo.execution.kernels.decode_parts import decode_parts, decode_tiling
 from octavo.execution.kernels.fp8 import scaled_linear
 from octavo.execution.kernels.linear import linear, tiling
 from octavo.execution.kernels.logit_edits import (
@@ -211,13 +211,16 @@ def _decode_work(
     queries = torch.randn(rows, _HEADS, _DIM, device=_DEVICE, dtype=_DTYPE)
     out = torch.empty_like(queries)
     row_ids, last = _ints(list(range(rows))), _ints([length - 1 for length in lengths])
+    tiling = decode_tiling(rows, _DIM)
     parts = decode_parts(
-        row_ids, last, _ints([rows]), max_tokens=rows, num_kv_heads=_KV_HEADS, programs=SHARES
-    )
+        row_ids, last, _ints([rows]), max_tokens=rows, num_kv_heads=_KV_HEADS, programs=SHARES,
+        tiling=tiling,
+    )  # fmt: skip
     workspace = DecodeWorkspace(
         len(parts.table), rows, _KV_HEADS, _DIM, _HEADS // _KV_HEADS, out.device
     )
-    return partial(_decode_layers, queries, (parts, tables, out, workspace)), int(parts.count)
+    arguments = (parts, tables, out, workspace, tiling)
+    return partial(_decode_layers, queries, arguments), int(parts.count)
 
 
 def _decode(ceilings: Ceilings, name: str, lengths: list[int]) -> Iterator[dict[str, Any]]:

@@ -33,6 +33,10 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         ModelLoadError: the model cannot be loaded.
     """
     started = time.perf_counter()
+    if config.device in ("auto", "cuda"):
+        from octavo.execution.compiler_start import start_compiler
+
+        start_compiler()
     import torch
 
     from octavo.execution import host

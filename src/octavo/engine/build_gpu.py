@@ -34,6 +34,7 @@ from octavo.execution.attention.flashinfer import (
     FlashInferError,
     find_flashinfer,
 )
+from octavo.execution.compiler_start import wait_for_compiler
 from octavo.execution.device import CUDADevice
 from octavo.execution.device_edits import most_bytes
 from octavo.execution.executors.gpu import GPUExecutor
@@ -269,10 +270,11 @@ def warm_up(runner: GPURunner, num_tokens: int) -> None:
 
 
 def _start_compiler(device: CUDADevice) -> Future[None]:
-    """Have Triton do, beside the loading of weights, what it does before its first kernel: it reads
-    all of its own code to know what is in its cache, and has its calls to the driver compiled."""
+    """Have Triton do, beside the loading of weights, what it does before its first kernel, as far
+    as that needs PyTorch and a device (`octavo.execution.compiler_start` does the rest)."""
 
     def work() -> None:
+        wait_for_compiler()
         with torch.cuda.device(device.torch_device), compiling_ahead():
             ints = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
             scatter(ints, ints, ints)

@@ -19,7 +19,12 @@ from octavo.execution.attention.dense import (
     pieces,
 )
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
-from octavo.execution.kernels.decode_parts import DecodeParts, decode_parts
+from octavo.execution.kernels.decode_parts import (
+    DecodeParts,
+    DecodeTiling,
+    decode_parts,
+    decode_tiling,
+)
 from octavo.execution.kernels.merge import gather_keys, merge_attention
 from octavo.execution.kernels.prefill_attention import (
     PrefillTiles,
@@ -43,6 +48,8 @@ GRID = [
     )
 ]
 
+SMALL_TILES = DecodeTiling(32, stages=3, min_keys=32, whole_keys=0)
+
 
 def run_decode(
     device: torch.device,
@@ -53,8 +60,7 @@ def run_decode(
     window: int = 0,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
-    min_keys: int = 32,
-    block_n: int = 32,
+    tiling: DecodeTiling = SMALL_TILES,
 ) -> None:
     num_heads, num_kv_heads, head_dim, block_size = shape
     pool = make_pool(
@@ -70,29 +76,35 @@ def run_decode(
     group = num_heads // num_kv_heads
     parts = decode_parts(
         rows, positions, ints([count], device), max_tokens=count + 1, num_kv_heads=num_kv_heads,
-        programs=programs, min_keys=min_keys, block_n=block_n, window=window,
+        programs=programs, tiling=tiling, window=window,
     )  # fmt: skip
     workspace = DecodeWorkspace(
         len(parts.table), count + 1, num_kv_heads, head_dim, group, device
     )  # fmt: skip
-    options = {"block_n": block_n, "kv_scales": pool.scales}
     for _ in range(2):  # the counters are as they were
         decode_attention(
-            queries, pool.kv_layer, parts, pool.tables, out, workspace, **options
+            queries, pool.kv_layer, parts, pool.tables, out, workspace, tiling,
+            kv_scales=pool.scales,
         )  # fmt: skip
     assert out[count].isnan().all(), "a token beyond the last was touched"
     for token, row in enumerate(order):
         expected = attend(queries[token : token + 1], pool, row, lengths[row] - 1, window)
         torch.testing.assert_close(out[token : token + 1].float(), expected, **tolerance(dtype))
     in_slots = torch.full_like(queries, NAN)
-    decode_attention(queries, pool.slots(lengths), parts, None, in_slots, workspace, **options)
+    decode_attention(
+        queries, pool.slots(lengths), parts, None, in_slots, workspace, tiling,
+        kv_scales=pool.scales,
+    )  # fmt: skip
     assert torch.equal(in_slots[:count], out[:count]), "the same kernel reads the same in slots"
 
 
 @pytest.mark.parametrize("window", [0, 70])
-@pytest.mark.parametrize("programs", [1, 64, 4000])
-def test_parts_of_decoding_rows(device: torch.device, programs: int, window: int) -> None:
-    """They cover every key once, in order; none is much longer than an even share."""
+@pytest.mark.parametrize(("programs", "whole_keys"), [(1, 0), (64, 0), (4000, 0), (64, 128)])
+def test_parts_of_decoding_rows(
+    device: torch.device, programs: int, whole_keys: int, window: int
+) -> None:
+    """They cover every key once, in order; none is much longer than an even share, or than what is
+    not cut."""
     lengths, heads, min_keys, block_n = [1, 700, 64, 9000, 65, 128], 2, 32, 16
     rows = [3, 1, 5, 0, 2, 4]
     max_tokens = 8
@@ -100,14 +112,14 @@ def test_parts_of_decoding_rows(device: torch.device, programs: int, window: int
     parts = decode_parts(
         ints([*rows, *filler], device), ints([*(n - 1 for n in lengths), *filler], device),
         ints([len(rows)], device), max_tokens=max_tokens, num_kv_heads=heads, programs=programs,
-        min_keys=min_keys, block_n=block_n, window=window,
+        tiling=DecodeTiling(block_n, min_keys=min_keys, whole_keys=whole_keys), window=window,
     )  # fmt: skip
     count = int(parts.count)
     assert count <= DecodeParts.bound(len(rows), heads, programs) <= len(parts.table)
     found = parts.table[:count, :6].tolist()
     firsts = [max(length - window, 0) if window else 0 for length in lengths]
     total = sum(length - first for length, first in zip(lengths, firsts, strict=True))
-    longest = max(total * heads / programs + block_n, min_keys)
+    longest = max(total * heads / programs + block_n, min_keys, whole_keys)
     for token, (row, length, first) in enumerate(zip(rows, lengths, firsts, strict=True)):
         own = [part for part in found if part[0] == token]
         assert [part[1] for part in own] == [row] * len(own)
@@ -115,6 +127,7 @@ def test_parts_of_decoding_rows(device: torch.device, programs: int, window: int
         assert [part[5] for part in own] == [len(own)] * len(own)
         assert [own[0][2], *(part[3] for part in own)] == [*(part[2] for part in own), length]
         assert own[0][2] == first
+        assert len(own) == 1 or length - first > whole_keys
         assert all(0 < part[3] - part[2] <= longest for part in own)
         places = [index for index, part in enumerate(found) if part[0] == token]
         assert places == list(range(places[0], places[0] + len(own)))
@@ -145,15 +158,15 @@ def test_decode_over_a_grid(
     device: torch.device, shape: tuple[int, int, int, int], kv_dtype: torch.dtype | None
 ) -> None:
     size = shape[3]
-    edges = sorted({1, size - 1, size, size + 1, 63, 64, 65, 127, 128, 129, 511, 1000})
-    for programs, window in ((1, 0), (100, 0), (100, 100)):
+    edges = sorted({1, size - 1, size, size + 1, 63, 64, 65, 127, 128, 129, 255, 257, 511, 1000})
+    for num_tokens, programs, window in ((1, 1, 0), (1, 100, 0), (33, 100, 0), (33, 100, 100)):
         run_decode(
             device, shape, edges, programs=programs, window=window, dtype=torch.bfloat16,
-            kv_dtype=kv_dtype, min_keys=128, block_n=64,
+            kv_dtype=kv_dtype, tiling=decode_tiling(num_tokens, shape[2]),
         )  # fmt: skip
     run_decode(
         device, shape, [1, 1500], programs=1000, dtype=torch.bfloat16, kv_dtype=kv_dtype,
-        min_keys=64, block_n=64,
+        tiling=DecodeTiling(min_keys=64),
     )  # fmt: skip
 
 
@@ -336,7 +349,7 @@ def run_shared(
     positions = ints([length - 1 for length in lengths], device)
     own_parts = decode_parts(
         row_ids, positions, ints([len(lengths)], device), max_tokens=len(lengths),
-        num_kv_heads=num_kv_heads, programs=programs, min_keys=32, block_n=32,
+        num_kv_heads=num_kv_heads, programs=programs, tiling=SMALL_TILES,
         prefix_lengths=parts.lengths,
     )  # fmt: skip
     group = num_heads // num_kv_heads
@@ -344,7 +357,7 @@ def run_shared(
         len(own_parts.table), len(lengths), num_kv_heads, head_dim, group, device
     )  # fmt: skip
     decode_attention(
-        queries, pool.kv_layer, own_parts, pool.tables, out, workspace, block_n=32, prefix=parts,
+        queries, pool.kv_layer, own_parts, pool.tables, out, workspace, SMALL_TILES, prefix=parts,
         kv_scales=pool.scales,
     )  # fmt: skip
     for row, length in enumerate(lengths):

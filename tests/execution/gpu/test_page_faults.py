@@ -161,11 +161,10 @@ def core(
     if not ON_GPU and not pytestconfig.getoption("--long"):
         pytest.skip("needs a GPU, or --long")
     core = make_core(tmp_path_factory.mktemp("tiny"))
-    pages = pages_of(core)
     yield core
+    # What pytest keeps of logged errors has frames that hold the arena: that all of it is given
+    # back has a test of its own.
     core.close()
-    gc.collect()
-    assert pages.num_handles == 0
 
 
 @pytest.fixture(scope="module")

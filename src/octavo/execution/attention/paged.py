@@ -16,7 +16,7 @@ from octavo.execution.attention.dense import DenseChunk, dense_attention, is_sup
 from octavo.execution.attention.flash3 import Flash3
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
-from octavo.execution.kernels.decode_parts import DecodeParts, decode_parts
+from octavo.execution.kernels.decode_parts import DecodeParts, decode_parts, decode_tiling
 from octavo.execution.kernels.gpu import SplitSum
 from octavo.execution.kernels.prefill_attention import (
     PrefillTiles,
@@ -222,6 +222,7 @@ class PagedStepAttention:
         self._step = step
         self._workspace = workspace
         self._parts: DecodeParts | None = None
+        self._tiling = decode_tiling(step.max_decode, backend.layers[0].shape[-1])
         if step.max_decode:
             self._parts = decode_parts(
                 step.token_rows,
@@ -230,6 +231,7 @@ class PagedStepAttention:
                 max_tokens=step.max_decode,
                 num_kv_heads=backend.num_kv_heads,
                 programs=SHARES,
+                tiling=self._tiling,
                 window=backend.sliding_window,
                 prefix_lengths=None if step.prefix is None else step.prefix.token_lengths,
             )
@@ -270,6 +272,7 @@ class PagedStepAttention:
                 tables,
                 out,
                 self._workspace,
+                self._tiling,
                 prefix=prefix,
                 kv_scales=kv_scales,
             )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.execution.kernels.ahead import Kernel
-from octavo.execution.kernels.decode_parts import WIDTH, DecodeParts
+from octavo.execution.kernels.decode_parts import WIDTH, DecodeParts, DecodeTiling
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 from octavo.execution.kernels.rope import kv_offset
 
@@ -88,21 +88,22 @@ def _add_parts(
     acc = tl.zeros([GROUP, DIM], dtype=tl.float32)
     for first in range(0, num_parts, PARTS):
         item = (first_item + first + p).to(tl.int64)
-        place = (item * num_kv_heads + kv_head)[:, None] * group + g[None, :]
-        mask = (first + p < num_parts)[:, None] & g_mask[None, :]
+        place = (item * num_kv_heads + kv_head)[None, :] * group + g[:, None]
+        mask = (first + p < num_parts)[None, :] & g_mask[:, None]
         lse = tl.load(part_lse + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        lse = tl.where(g_mask[None, :], lse, 0.0)
+        lse = tl.where(g_mask[:, None], lse, 0.0)
         o = tl.load(
             part_out + place[:, :, None] * DIM + d[None, None, :],
             mask=mask[:, :, None],
             other=0.0,
             cache_modifier=".cg",
         )
-        new_largest = tl.maximum(largest, tl.max(lse, axis=0))
+        new_largest = tl.maximum(largest, tl.max(lse, axis=1))
         shrink = tl.exp2(largest - new_largest)
-        weight = tl.exp2(lse - new_largest[None, :])
-        acc = acc * shrink[:, None] + tl.sum(o * weight[:, :, None], axis=0)
-        total = total * shrink + tl.sum(weight, axis=0)
+        weight = tl.exp2(lse - new_largest[:, None])
+        # A thread has all parts of its place in a head: the sum needs nobody else.
+        acc = acc * shrink[:, None] + tl.sum(o * weight[:, :, None], axis=1)
+        total = total * shrink + tl.sum(weight, axis=1)
         largest = new_largest
     if PREFIX_SPLITS > 0:
         # What a group of rows has in common was attended to for all of them at once.
@@ -281,10 +282,8 @@ def decode_attention(
     tables: torch.Tensor | None,
     out: torch.Tensor,
     workspace: DecodeWorkspace,
+    tiling: DecodeTiling,
     *,
-    block_n: int = 64,
-    warps: int = 4,
-    stages: int = 3,
     prefix: SharedPrefixParts | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
@@ -330,10 +329,10 @@ def decode_attention(
         MERGED_GROUP=merged_group,
         # As many as need no more registers than attending does.
         MERGED_PARTS=max(1, min(8, 16384 // (merged_group**2 * dim))),
-        BLOCK_N=block_n,
+        BLOCK_N=tiling.block_n,
         WIDTH=WIDTH,
         PDL=PDL,
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
         **OVERLAP,
     )

@@ -20,6 +20,31 @@ from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 WIDTH = 8
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeTiling:
+    """How programs of decode attention read: ``block_n`` keys at once, by ``warps``, in as many
+    ``stages``. Rows of up to ``whole_keys`` are not cut, and of others a part has ``min_keys`` at
+    least, but the last of a row: adding parts takes the last program some microseconds."""
+
+    block_n: int = 64
+    warps: int = 4
+    stages: int = 2
+    min_keys: int = 128
+    whole_keys: int = 256
+
+
+_FEW = DecodeTiling(128, 4, 3)
+_MANY = DecodeTiling()
+_FEW_TOKENS = 32
+
+
+def decode_tiling(max_tokens: int, head_dim: int) -> DecodeTiling:
+    """What is fastest on an H200 (docs/decisions): few rows have a program of few keys each, and
+    wait for memory, not for its bytes; with more it is busy, and smaller tiles leave room for
+    others."""
+    return _FEW if max_tokens <= _FEW_TOKENS and head_dim <= 128 else _MANY
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeParts:
     """``table`` int32 ``[parts, 8]``, a row's parts one after the other: token, row, first key, end
@@ -48,6 +73,7 @@ def _decode_parts(
     num_kv_heads,
     programs,
     min_keys,
+    whole_keys,
     window,
     HAS_WINDOW: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
@@ -71,7 +97,7 @@ def _decode_parts(
     # not fit 32 bits.
     share = (tl.sum(keys.to(tl.int64), axis=0) * num_kv_heads + programs - 1) // programs
     span = tl.maximum((share + BLOCK_N - 1) // BLOCK_N * BLOCK_N, min_keys).to(tl.int32)
-    num_parts = tl.maximum((keys + span - 1) // span, 1)
+    num_parts = tl.where(keys <= whole_keys, 1, (keys + span - 1) // span)
     # The row's own span is even: a last part of a few keys would be a program for nothing.
     own = (keys + num_parts - 1) // num_parts
     own = tl.maximum((own + BLOCK_N - 1) // BLOCK_N * BLOCK_N, BLOCK_N)
@@ -98,17 +124,15 @@ def decode_parts(
     max_tokens: int,
     num_kv_heads: int,
     programs: int,
-    min_keys: int = 128,
-    block_n: int = 64,
+    tiling: DecodeTiling,
     window: int = 0,
     prefix_lengths: torch.Tensor | None = None,
 ) -> DecodeParts:
     """The parts of the first ``num_tokens`` (int32 ``[1]``, at most ``max_tokens``) tokens, each
     the last of row ``token_rows[i]``, at ``positions[i]``.
 
-    ``programs`` is how many programs, over parts and KV heads, fill the GPU; a part has
-    ``min_keys`` keys at least, but the last of a row. ``window`` 0 means none. ``prefix_lengths``:
-    how many of a token's first keys are somebody else's work.
+    ``programs`` is how many programs, over parts and KV heads, fill the GPU. ``window`` 0 means
+    none. ``prefix_lengths``: how many of a token's first keys are somebody else's work.
     """
     device = positions.device
     size = DecodeParts.bound(max_tokens, num_kv_heads, programs)
@@ -125,12 +149,13 @@ def decode_parts(
         max_tokens,
         num_kv_heads,
         programs,
-        min_keys,
+        tiling.min_keys,
+        tiling.whole_keys,
         window,
         HAS_WINDOW=window > 0,
         HAS_PREFIX=prefix_lengths is not None,
         BLOCK=block,
-        BLOCK_N=block_n,
+        BLOCK_N=tiling.block_n,
         WIDTH=WIDTH,
         PDL=PDL,
         num_warps=4 if block <= 512 else 8,

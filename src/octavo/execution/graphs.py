@@ -118,7 +118,7 @@ class StepGraphs:
         padded: IntArray = np.ones(size, dtype=np.int32)
         padded[:count] = lengths
         self._attention.prepare_decode(padded)
-        longest, max_tiles = self._attention.length_class(int(lengths.max())), self._max_tiles
+        longest, max_tiles = self._attention.length_class(int(lengths.max()), size), self._max_tiles
         in_slots = batch.is_mapped and self._attention.has_slots
         key = ("decode", size, longest, is_random, max_tiles, has_logits, in_slots)
         logits = self._run(
@@ -188,7 +188,7 @@ class StepGraphs:
         kept = None if is_all else sent[first:]
         longest = int((starts + counts).max())
         if is_captured:
-            longest = self._attention.length_class(longest)
+            longest = self._attention.length_class(longest, max_decode)
         spans = None
         if has_spans:
             spans = _spans(rows, counts, starts, done, self._device.torch_device)

@@ -159,10 +159,13 @@ def test_decode_over_a_grid(
 ) -> None:
     size = shape[3]
     edges = sorted({1, size - 1, size, size + 1, 63, 64, 65, 127, 128, 129, 255, 257, 511, 1000})
-    for num_tokens, programs, window in ((1, 1, 0), (1, 100, 0), (33, 100, 0), (33, 100, 100)):
+    for num_tokens, max_length, programs, window in (
+        (1, 1000, 1, 0), (1, 1000, 100, 0), (1, 10**5, 100, 0), (33, 1000, 100, 0),
+        (33, 1000, 100, 100),
+    ):  # fmt: skip
         run_decode(
             device, shape, edges, programs=programs, window=window, dtype=torch.bfloat16,
-            kv_dtype=kv_dtype, tiling=decode_tiling(num_tokens, shape[2]),
+            kv_dtype=kv_dtype, tiling=decode_tiling(num_tokens, shape[2], max_length),
         )  # fmt: skip
     run_decode(
         device, shape, [1, 1500], programs=1000, dtype=torch.bfloat16, kv_dtype=kv_dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.engine.mechanism import resolve_limits
 from octavo.execution import graphs
+from octavo.execution.attention import paged
 from octavo.execution.device import CUDADevice, Device, PlainDevice
+from octavo.execution.kernels import decode_parts
+from octavo.execution.kernels.decode_parts import DecodeTiling, decode_tiling
 from octavo.execution.models import fused
 from octavo.execution.models.loading import load_config, load_model
 from octavo.memory import prefix_groups
@@ -167,6 +171,32 @@ def test_captured_steps_take_some_of_the_gpus_memory(model: Path) -> None:
     assert step_graphs.num_captured > 3
     assert 0 < core.captured_bytes < 2**30
     core.close()
+
+
+def test_few_rows_are_read_otherwise_once_one_is_long(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that grows beyond the bound goes on with another captured step and the same tokens."""
+    asked = replace(requests()[0], max_tokens=6)
+    core = gpu_engine(model, num_blocks=9, depth=1, chunk=16)
+    whole = run(core, [asked], beams={})
+    core.close()
+    seen: list[int] = []
+
+    def told(max_tokens: int, head_dim: int, max_length: int) -> DecodeTiling:
+        seen.append(max_length)
+        return decode_tiling(max_tokens, head_dim, max_length)
+
+    for room in (paged, decode_parts):
+        monkeypatch.setattr(room, "LONG_ROW", 12)
+    monkeypatch.setattr(paged, "decode_tiling", told)
+    core = gpu_engine(model, num_blocks=9, depth=1, chunk=16)
+    assert run(core, [asked], beams={}) == whole
+    core.close()
+    # Decoding begins with 10 tokens; the first class is bounded, the other as long as any row.
+    decoding = [length for length in seen if length >= 12]
+    assert decoding == sorted(decoding)
+    assert set(decoding) > {12}
 
 
 @pytest.fixture(scope="module")

@@ -325,7 +325,7 @@ class FlashInferAttention(PagedAttention):
     def wants_spans(self, in_slots: bool) -> bool:
         return True
 
-    def length_class(self, longest: int) -> int:
+    def length_class(self, longest: int, num_decode: int) -> int:
         """What is captured knows no lengths: plans say them."""
         return self.max_length
 

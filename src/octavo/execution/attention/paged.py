@@ -16,7 +16,13 @@ from octavo.execution.attention.dense import DenseChunk, dense_attention, is_sup
 from octavo.execution.attention.flash3 import Flash3
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
-from octavo.execution.kernels.decode_parts import DecodeParts, decode_parts, decode_tiling
+from octavo.execution.kernels.decode_parts import (
+    FEW_ROWS,
+    LONG_ROW,
+    DecodeParts,
+    decode_parts,
+    decode_tiling,
+)
 from octavo.execution.kernels.gpu import SplitSum
 from octavo.execution.kernels.prefill_attention import (
     PrefillTiles,
@@ -200,9 +206,11 @@ class PagedAttention:
         """A step of a token a row is about to run or to be replayed, of rows of these lengths, that
         token and padding included. Called on the host, never while a step is captured."""
 
-    def length_class(self, longest: int) -> int:
-        """What a captured step has to know of its longest row: a bound, of few."""
-        return self.max_length
+    def length_class(self, longest: int, num_decode: int) -> int:
+        """What a captured step of up to ``num_decode`` rows that decode has to know of its longest
+        row: a bound, of few."""
+        is_told = 0 < num_decode <= FEW_ROWS and longest <= LONG_ROW
+        return min(LONG_ROW, self.max_length) if is_told else self.max_length
 
     def plan(self, step: PagedStep) -> Callable[..., torch.Tensor]:
         """Starts the step's first kernel, where rows decode: what each program will read."""
@@ -222,7 +230,7 @@ class PagedStepAttention:
         self._step = step
         self._workspace = workspace
         self._parts: DecodeParts | None = None
-        self._tiling = decode_tiling(step.max_decode, backend.layers[0].shape[-1])
+        self._tiling = decode_tiling(step.max_decode, backend.layers[0].shape[-1], step.max_length)
         if step.max_decode:
             self._parts = decode_parts(
                 step.token_rows,

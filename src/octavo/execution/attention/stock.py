@@ -36,7 +36,7 @@ class StockAttention(PagedAttention):
     def wants_spans(self, in_slots: bool) -> bool:
         return in_slots
 
-    def length_class(self, longest: int) -> int:
+    def length_class(self, longest: int, num_decode: int) -> int:
         """A power of two: into how many parts keys are split follows from it."""
         return max(1 << (longest - 1).bit_length(), 256)
 

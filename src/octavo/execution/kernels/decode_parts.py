@@ -28,21 +28,29 @@ class DecodeTiling:
 
     block_n: int = 64
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
     min_keys: int = 128
     whole_keys: int = 256
 
 
 _FEW = DecodeTiling(128, 4, 3)
-_MANY = DecodeTiling()
-_FEW_TOKENS = 32
+_FEW_LONG = DecodeTiling(64, 2, 3, min_keys=256)
+_MANY = DecodeTiling(64, 4, 3)
+_MANY_NARROW = DecodeTiling(64, 4, 2)
+FEW_ROWS = 32
+LONG_ROW = 16384
 
 
-def decode_tiling(max_tokens: int, head_dim: int) -> DecodeTiling:
-    """What is fastest on an H200 (docs/decisions): few rows have a program of few keys each, and
-    wait for memory, not for its bytes; with more it is busy, and smaller tiles leave room for
+def decode_tiling(max_tokens: int, head_dim: int, max_length: int) -> DecodeTiling:
+    """What is fastest on an H200 (docs/decisions/0005-gpu-step.md) for rows of up to
+    ``max_length``: few rows have a program of few keys each, which waits for memory more than for
+    its bytes; more of them, or of very long ones, keep it busy, and smaller tiles leave room for
     others."""
-    return _FEW if max_tokens <= _FEW_TOKENS and head_dim <= 128 else _MANY
+    if head_dim > 128:
+        return _MANY
+    if max_tokens > FEW_ROWS:
+        return _MANY if head_dim > 64 else _MANY_NARROW
+    return _FEW if max_length <= LONG_ROW else _FEW_LONG
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ import pytest
 
 from octavo.bench import translation
 from octavo.bench.translation import line, measure
+from octavo.core.plan import MapBlocks, StepPlan
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -57,10 +58,27 @@ def test_every_figure_of_both_translations(shape: str) -> None:
 
 @pytest.mark.parametrize("kind", ["paged", "virtual"])
 def test_hits_are_hits(shape: str, kind: str) -> None:
+    """And under ``virtual`` map what they are said to map: each plan's blocks, in turn."""
     with translation.opened(shape, kind, prefix_caching=True) as llm:
         block = llm._core.scheduler.manager.block_size
-        found = translation.prefix_hits(llm, 2 * block, repeats=3)
-        assert set(found) == {"hit_ms", "computed_ms"}
+        own = block + 1
+        launch, counts = llm._core.executor.launch, []
+
+        def noting(plan: StepPlan) -> None:
+            commands = [command for command in plan.commands if isinstance(command, MapBlocks)]
+            counts.append(sum(len(command) for command in commands if not command.is_ahead))
+            launch(plan)
+
+        llm._core.executor.launch = noting  # type: ignore[method-assign]
+        found = translation.prefix_hits(llm, 4 * block, own, repeats=3)
+        if kind == "paged":
+            assert set(found) == {"hit_ms", "computed_ms"}
+            assert not any(counts)
+        else:
+            assert set(found) == {"hit_mapped_ms", "hit_shown_ms", "computed_ms"}
+            # The first is not counted. A slot that shows the prefix still shows, behind it, the
+            # full block of the last one's own, which is cached, and one that is free again.
+            assert counts[1:] == [6, 1, 6] * 3
         assert all(value > 0 for value in found.values())
         with pytest.raises(RuntimeError, match="tokens were cached"):
             translation.prefix_hits(llm, 2 * block + 1, repeats=1)

@@ -5,7 +5,8 @@
     pages      the driver's calls, and how fast blocks are mapped
     prefill    one prompt of N tokens
     decode     rows of 1024 tokens, ms a step: wall clock, and CPU time
-    hits       a prompt whose first N tokens are cached, and one of as many that are not
+    hits       a prompt whose first N tokens are cached, in a slot that shows them still or has to
+               be mapped, and one of as many that are computed anew
     offline    requests with the lengths of arXiv papers and their summaries, all at once
     load       the same arriving one by one: median and P99 of time to first token and to the end
     mapping    decode steps while every block is mapped in the background, and when all are mapped
@@ -41,6 +42,7 @@ from octavo.workload.traces import load_trace
 
 if TYPE_CHECKING:
     from octavo.engine.llm import LLM
+    from octavo.execution.slots import Slots
 
 SHAPES = ("llama-3-8b-200k", "yi-6b-200k")
 KINDS: dict[str, dict[str, Any]] = {
@@ -53,9 +55,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "flashinfer": {"kv": "paged", "block_size": 16, "attention": "flashinfer"},
 }
 SECTIONS = ("pages", "prefill", "decode", "offline", "load", "mapping", "hits")
-PREFILL_TOKENS = (8192, 32768, 131072, 196608)
+PREFILL_TOKENS = (8192, 32768, 65536, 131072, 196608)
 DECODE_ROWS = (1, 8, 32, 64, 128, 256)
-HIT_TOKENS = (16, 64, 256, 1024)
+HIT_TOKENS = (16, 32, 64, 256, 1024)
 _CONTEXT, _STEPS = 1024, 64
 _NUM_OFFLINE, _NUM_ONLINE, _RATE = 32, 48, 6.0
 
@@ -198,8 +200,10 @@ def prefix_hits(llm: LLM, num_tokens: int, own: int = 17, repeats: int = 12) -> 
     """Milliseconds to the first token of a prompt whose first ``num_tokens`` (whole blocks) are
     cached, with ``own`` more, and of one as long of which nothing is: medians, by turns.
 
-    A hit costs ``virtual`` the mapping of its blocks before the step can begin; what is computed
-    anew needs blocks that are mapped too, but for those its slot still shows.
+    Under ``virtual`` a hit costs the mapping of its blocks before the step can begin, unless it is
+    given a slot that shows the prefix still, as the one that had it last does: so hits are of two
+    kinds there, ``hit_shown_ms`` of the latter and ``hit_mapped_ms`` where no slot shows anything.
+    None does either before a prompt that is computed anew, which maps all its blocks as well.
     """
     # Each count has prompts of its own: nothing of them is cached from the one before.
     random = np.random.default_rng((11, num_tokens))
@@ -219,11 +223,19 @@ def prefix_hits(llm: LLM, num_tokens: int, own: int = 17, repeats: int = 12) -> 
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     common = tokens(num_tokens)
     first_token_ms(common + tokens(own), 0)
-    hits, misses = [], []
+    has_slots = llm.report.kv == "virtual"
+    # A hit leaves its prefix in its slot, for the one that comes next.
+    hits = ("hit_mapped_ms", "hit_shown_ms") if has_slots else ("hit_ms",)
+    found: dict[str, list[float]] = {name: [] for name in (*hits, "computed_ms")}
     for _ in range(repeats):
-        hits.append(first_token_ms(common + tokens(own), num_tokens))
-        misses.append(first_token_ms(tokens(num_tokens + own), 0))
-    return {"hit_ms": float(np.median(hits)), "computed_ms": float(np.median(misses))}
+        for name, times in found.items():
+            if has_slots and name != "hit_shown_ms":
+                forget_mappings(llm, 0)
+            if name == "computed_ms":
+                times.append(first_token_ms(tokens(num_tokens + own), 0))
+            else:
+                times.append(first_token_ms(common + tokens(own), num_tokens))
+    return {name: float(np.median(times)) for name, times in found.items()}
 
 
 def under_load(llm: LLM) -> dict[str, float]:
@@ -275,7 +287,7 @@ def background_mapping(llm: LLM, rows: int = 256) -> dict[str, float]:
     means: dict[str, list[float]] = {"mapping": [], "mapped": []}
     num_calls = 0
     works.generate(llm, lengths, 1)
-    slots = llm._core.executor.runner.arena.slots  # type: ignore[attr-defined]
+    slots = _slots(llm)
     for seed in range(3):
         forget_mappings(llm, _CONTEXT)
         before = slots.num_mapped_blocks
@@ -300,9 +312,16 @@ def forget_mappings(llm: LLM, num_tokens: int) -> None:
     manager = llm._core.scheduler.manager
     command = manager.forget_places(num_tokens // manager.block_size)  # type: ignore[attr-defined]
     if command is not None:
-        slots = llm._core.executor.runner.arena.slots  # type: ignore[attr-defined]
-        slots.order(command)
-        slots.mapper.wait()
+        _slots(llm).order(command)
+        _slots(llm).mapper.wait()
+
+
+def _slots(llm: LLM) -> Slots:
+    """Of a GPU's executor or a CPU's."""
+    executor: Any = llm._core.executor
+    runner = executor.runner if hasattr(executor, "runner") else executor._runner
+    slots: Slots = runner.arena._slots
+    return slots
 
 
 def line(row: Row) -> str:

@@ -1,5 +1,5 @@
 """Beam search on random models in float32: the sequences and scores of Transformers', whatever runs
-beside it and whatever happens to it."""
+beside it and whatever happens to it, through block tables and through slots."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.tiny_engine import build, is_idle, make_llm, pool, run, save_gguf
+from engine.tiny_engine import TOKEN_BYTES, build, is_idle, make_llm, pool, run, save_gguf
 from execution.models.tiny_models import tiny_llama, tiny_qwen2
 from octavo.core.plan import int_array
 from octavo.core.request import BeamResult, Request, RequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
+from octavo.execution.pages.interface import host_page_bytes
 from text.tiny_tokenizers import byte_level_metadata
 
 # Few and flat enough that beams end now and then.
@@ -33,6 +34,10 @@ CASES = [
     for length_penalty in (0.5, 1.0, 2.0)
     for early_stopping in (True, False, "never")
 ]
+
+# Tokens of a block; under ``virtual`` of the smallest that can be mapped.
+SIZES = {"paged": 4, "virtual": host_page_bytes() // TOKEN_BYTES}
+KERNELS = {"paged": ["gather", "compiled"], "virtual": ["contiguous", "compiled"]}
 
 Beams = list[tuple[list[int], float]]
 
@@ -101,6 +106,28 @@ def check(found: dict[int, BeamResult], number: int, beams: Beams) -> None:
         assert beam.score == pytest.approx(score, abs=2e-5)
 
 
+def build_over(
+    kv: str, model: Path, num_blocks: int, attention: str | None = None, **changes: Any
+) -> EngineCore:
+    size = SIZES[kv]
+    core, report = build(
+        model,
+        kv=kv,
+        attention=attention or KERNELS[kv][0],
+        block_size=size,
+        kv_memory=pool(num_blocks, size),
+        **changes,
+    )
+    assert (report.kv, report.capacity.block_size) == (kv, size)
+    assert report.sharing == changes.get("sharing", True)
+    return core
+
+
+@pytest.fixture(scope="module", params=list(SIZES))
+def kv(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module", params=list(MODELS))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -114,9 +141,9 @@ def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_beams_equal_transformers(model: Path, kind: str, depth: int) -> None:
+def test_beams_equal_transformers(model: Path, kind: str, kv: str, depth: int) -> None:
     """Every width, length penalty and way to stop, all searches in one batch."""
-    core, _ = build(model, depth=depth, block_size=4, kv_memory=pool(400, 4), max_num_seqs=40)
+    core = build_over(kv, model, 400, depth=depth, max_num_seqs=40)
     requests = [
         search(10 * i, i % len(PROMPTS), width, length_penalty=penalty, early_stopping=stopping)
         for i, (width, penalty, stopping) in enumerate(CASES)
@@ -132,8 +159,8 @@ def test_beams_equal_transformers(model: Path, kind: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize("stops", [(), (2,), tuple(range(2, 8))])
-def test_any_number_of_stop_tokens(model: Path, kind: str, stops: tuple[int, ...]) -> None:
-    core, _ = build(model, max_num_seqs=6)
+def test_any_number_of_stop_tokens(model: Path, kind: str, kv: str, stops: tuple[int, ...]) -> None:
+    core = build_over(kv, model, 128, max_num_seqs=6)
     for prompt in range(len(PROMPTS)):
         found: dict[int, BeamResult] = {}
         run(core, [search(0, prompt, 4, stops=stops)], found)
@@ -180,17 +207,19 @@ def check_mixed(core: EngineCore, kind: str) -> dict[int, BeamResult]:
     return found
 
 
-@pytest.mark.parametrize("attention", ["gather", "compiled"])
+@pytest.mark.parametrize("kernel", [0, 1])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("chunk", [512, 9])
-def test_mixed_decoding(model: Path, kind: str, attention: str, depth: int, chunk: int) -> None:
+def test_mixed_decoding(
+    model: Path, kind: str, kv: str, kernel: int, depth: int, chunk: int
+) -> None:
     """Greedy, sampled, n > 1 and beams in the same steps."""
-    core, _ = build(
+    core = build_over(
+        kv,
         model,
-        attention=attention,
+        300,
+        KERNELS[kv][kernel],
         depth=depth,
-        block_size=4,
-        kv_memory=pool(300, 4),
         max_num_batched_tokens=chunk,
         max_num_seqs=min(chunk, 30),
     )
@@ -211,18 +240,18 @@ def test_mixed_decoding(model: Path, kind: str, attention: str, depth: int, chun
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_again_and_again(
-    model: Path, kind: str, depth: int, caching: bool, preemption: str
+    model: Path, kind: str, kv: str, depth: int, caching: bool, preemption: str
 ) -> None:
     """A pool that hardly holds the widest search."""
-    core, _ = build(
+    core = build_over(
+        kv,
         model,
+        {"paged": 32, "virtual": 18}[kv],
         depth=depth,
-        block_size=4,
-        kv_memory=pool(32, 4),
         max_num_seqs=10,
         prefix_caching=caching,
         preemption=preemption,
-        swap_memory="0" if preemption == "recompute" else pool(80, 4),
+        swap_memory="0" if preemption == "recompute" else pool(80, SIZES[kv]),
     )
     check_mixed(core, kind)
     assert core.scheduler.num_preemptions >= 3
@@ -231,8 +260,8 @@ def test_preempted_again_and_again(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_cached_prompts_change_nothing(model: Path, kind: str, depth: int) -> None:
-    core, _ = build(model, depth=depth, block_size=4, kv_memory=pool(300, 4), max_num_seqs=12)
+def test_cached_prompts_change_nothing(model: Path, kind: str, kv: str, depth: int) -> None:
+    core = build_over(kv, model, 300, depth=depth, max_num_seqs=12)
     assert core.scheduler.manager.prefix_caching
     run(core, mixed())
     hits = []
@@ -249,24 +278,17 @@ def test_cached_prompts_change_nothing(model: Path, kind: str, depth: int) -> No
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_without_sharing_the_same_comes_out(model: Path, kind: str, depth: int) -> None:
-    for num_blocks in (300, 60):
-        core, report = build(
-            model,
-            depth=depth,
-            block_size=4,
-            kv_memory=pool(num_blocks, 4),
-            max_num_seqs=12,
-            sharing=False,
-        )
-        assert not report.sharing
+def test_without_sharing_the_same_comes_out(model: Path, kind: str, kv: str, depth: int) -> None:
+    few = {"paged": 60, "virtual": 30}[kv]
+    for num_blocks in (300, few):
+        core = build_over(kv, model, num_blocks, depth=depth, max_num_seqs=12, sharing=False)
         assert not core.scheduler.manager.prefix_caching
         check_mixed(core, kind)
-        assert bool(core.scheduler.num_preemptions) == (num_blocks == 60)
+        assert bool(core.scheduler.num_preemptions) == (num_blocks == few)
 
 
-def test_log_probabilities_are_those_of_the_path(model: Path, kind: str) -> None:
-    core, _ = build(model, max_num_seqs=6)
+def test_log_probabilities_are_those_of_the_path(model: Path, kind: str, kv: str) -> None:
+    core = build_over(kv, model, 128, max_num_seqs=6)
     found: dict[int, BeamResult] = {}
     run(core, [search(0, 1, 4, logprobs=3)], found)
     core.close()

@@ -1,5 +1,6 @@
 # make serve    builds .venv, fetches the default model and serves it on 127.0.0.1:8000
 # make test     builds the same .venv and runs every test that needs no GPU
+# make test-long  those of them that CI bounds, at full length: an hour and a half
 # make install  builds .venv alone
 # make gpu-test   tests of the GPU's kernels and engine; make gpu-bench   its figures
 # make check    format, lint, types, import contracts, fast tests; make lint the same without tests
@@ -13,7 +14,7 @@ PORT ?= 8000
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test install check lint clean gpu-test gpu-bench
+.PHONY: serve test test-long install check lint clean gpu-test gpu-bench
 
 serve: .venv/.installed
 	@echo "Fetching $(MODEL) where it is not here yet ..."
@@ -22,6 +23,13 @@ serve: .venv/.installed
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest
+
+# What reads --long. The soak takes an hour: more than a test may otherwise.
+test-long: .venv/.installed-dev
+	$(BIN)/python -m pytest --long --timeout=7200 \
+	  tests/engine/test_virtual.py tests/engine/test_resizing.py tests/execution/pages/test_memfd.py \
+	  tests/execution/gpu/test_slots_churn.py tests/execution/gpu/test_page_faults.py \
+	  tests/server/test_schemathesis.py tests/server/test_soak.py
 
 install: .venv/.installed
 

@@ -74,10 +74,11 @@ def wait_until_healthy(server: subprocess.Popen[str], port: int) -> None:
     raise AssertionError(f"not healthy within {STARTUP_S} s")
 
 
-def test_make_knows_the_test_target() -> None:
-    assert "make test" in commands()
+@pytest.mark.parametrize("target", ["test", "test-long"])
+def test_make_knows_the_test_targets(target: str) -> None:
+    assert f"make {target}" in commands()
     done = subprocess.run(
-        ["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "pytest" in done.stdout
 

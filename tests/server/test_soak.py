@@ -1,6 +1,6 @@
 """Everything at once for a while, and then the counts that it began with.
 
-Ten seconds in CI; ``pytest tests/server/test_soak.py --long`` for an hour.
+Ten seconds in CI; an hour with ``--long`` (``make test-long``).
 """
 
 from __future__ import annotations

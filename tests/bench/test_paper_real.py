@@ -12,11 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import octavo.engine.build
 from engine.tiny_engine import TOKEN_BYTES, save_gguf, save_llama
 from octavo.bench.paper import block_kernels, figure19, real
 from octavo.bench.paper.engines import ALL_MANAGERS, engines_of, plain_request
 from octavo.bench.paper.managers import MANAGERS
 from octavo.bench.paper.report import PaperOptions
+from octavo.bench.works import SHAPES
 from octavo.cli import app
 from octavo.workload.items import WorkItem
 
@@ -188,6 +190,26 @@ def test_what_cannot_be_measured_is_told_before_torch_is_loaded(
     assert found.returncode == 2, found.stderr
     (line,) = found.stderr.splitlines()
     assert message in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpus_shape_runs_on_a_cpu_only_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build(*_: object) -> None:
+        raise AssertionError("an engine is built")
+
+    monkeypatch.setattr(octavo.engine.build, "build_engine", build)
+    for name in SHAPES:
+        for device in ([], ["--device", "auto"]):
+            arguments = ["bench", "paper", "--figure", "12", "--model", name, *device]
+            result = CliRunner().invoke(app, arguments)
+            assert result.exit_code == 2, result.output
+            (line,) = result.stderr.splitlines()
+            assert "PyTorch finds no CUDA device here" in line
+            assert line.endswith("name a smaller model, or say --device cpu")
+        engines = engines_of(PaperOptions(model=name, device="cpu"), ("paged",))
+        assert engines.device == "cpu"
 
 
 def test_a_manager_that_cannot_run_is_told_before_another_has(gguf: Path) -> None:

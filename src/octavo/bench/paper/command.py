@@ -27,7 +27,7 @@ def paper(
         str | None,
         typer.Option(
             help="Run this model, instead of the simulator: one that serves, or llama-3.1-8b, "
-            "llama-3.2-1b or a config.json with random weights."
+            "llama-3.2-1b (on a GPU) or a config.json with random weights."
         ),
     ] = None,
     trace: Annotated[

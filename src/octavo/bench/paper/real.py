@@ -110,8 +110,8 @@ class RealEngines:
     of 16 tokens, and as many of them as hold 7.7 of the longest sequences, like the paper's pool.
 
     Raises:
-        ConfigError, ModelStoreError, WorkloadError: there is no such model or device, or the pool
-            is too small.
+        ConfigError, ModelStoreError, WorkloadError: there is no such model or device, the pool is
+            too small, or one of a GPU's shapes would run on a CPU that was not asked for.
     """
 
     def __init__(
@@ -142,6 +142,12 @@ class RealEngines:
         from octavo.engine.build import choose_device
 
         self.device = choose_device(device)
+        if model in SHAPES and self.device == "cpu" and device != "cpu":
+            raise ConfigError(
+                f"PyTorch finds no CUDA device here, which {model} is a shape for: its random "
+                "weights take gigabytes, and minutes for each manager; name a smaller model, or "
+                "say --device cpu"
+            )
         if max_model_len is None:
             most = _CPU_MAX_MODEL_LEN if self.device == "cpu" else MAX_MODEL_LEN
             max_model_len = min(most, config.max_position_embeddings)

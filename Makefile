@@ -1,6 +1,6 @@
 # make serve    builds .venv, fetches the default model and serves it on 127.0.0.1:8000
 # make test     builds the same .venv and runs every test that needs no GPU
-# make test-long  those of them that CI bounds, at full length: an hour and a half
+# make test-long  those of them that CI bounds, at full length: 75 minutes
 # make install  builds .venv alone
 # make gpu-test   tests of the GPU's kernels and engine; make gpu-bench   its figures
 # make check    format, lint, types, import contracts, fast tests; make lint the same without tests

@@ -99,7 +99,7 @@ def test_the_table_of_calibrations_is_theirs() -> None:
 
 def number(pattern: str) -> list[float]:
     """What the page says, where its words are as in ``pattern``."""
-    found = re.search(pattern.replace(" ", r"\s+"), PAGE)
+    found = re.search(pattern.replace(" ", r"\s+"), PAGE, flags=re.DOTALL)
     assert found is not None, pattern
     return [float(text.replace(",", "")) for text in found.groups()]
 

@@ -11,8 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.bench import calibrate, prediction, simulator
+from octavo.capacity_commands import model_shape
 from octavo.cli import app
 from octavo.simulate.calibration import load_calibration
+from octavo.simulate.capacity import Planner
+from octavo.simulate.capacity_plan import Setup
+from octavo.simulate.gpus import gpu_named
+from octavo.simulate.load import StepLoad
+from octavo.simulate.objectives import parse_objectives
+from octavo.workload.traces import load_trace
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "simulator.md").read_text()
@@ -88,3 +95,109 @@ def test_the_table_of_calibrations_is_theirs() -> None:
         found = load_calibration(name)
         assert len(found.points) == int(count)
         assert found.fit_errors().mean_error * 100 == pytest.approx(float(mean), abs=0.06)
+
+
+def number(pattern: str) -> list[float]:
+    """What the page says, where its words are as in ``pattern``."""
+    found = re.search(pattern.replace(" ", r"\s+"), PAGE, flags=re.DOTALL)
+    assert found is not None, pattern
+    return [float(text.replace(",", "")) for text in found.groups()]
+
+
+H200 = load_calibration("h200-llama-3.1-8b")
+NEW = "the calibration or the model changed: make docs/simulator.md and plan.png anew"
+
+
+def test_the_h200s_coefficients_are_the_shipped_ones() -> None:
+    at = H200.coefficients
+    weights, products, attention, layer, kv, mixed, ramp = number(
+        r"([\d.]+) TB/s for weights .*?, (\d+) TFLOP/s for products, (\d+) for attention, (\d+) "
+        r"µs a layer; ([\d.]+) TB/s for keys and values, ([\d.]+) beside chunks, and up to (\d+) "
+        r"µs a layer"
+    )
+    beside = 1 / (1 / at.kv_rate + 1 / at.mixed_kv_rate)
+    found = [at.byte_rate / 1e12, at.flop_rate / 1e12, at.attention_rate / 1e12, at.layer_s * 1e6]
+    found += [at.kv_rate / 1e12, beside / 1e12, at.ramp_s * 1e6]
+    said = [weights, products, attention, layer, kv, mixed, ramp]
+    assert said == pytest.approx(found, rel=0.03), NEW
+    host = number(
+        r"host's part is ([\d.]+) ms a step, ([\d.]+) µs a row, ([\d.]+) ms for having chunks and "
+        r"([\d.]+) ms a layer"
+    )
+    times = [at.host_s * 1e3, at.host_row_s * 1e6, at.host_mixed_s * 1e3, at.host_layer_s * 1e3]
+    assert host == pytest.approx(times, rel=0.04), NEW
+    copies, mapping = number(r"([\d.]+) GB/s for copies .*? ([\d.]+) µs a mapped block")
+    assert [copies, mapping] == pytest.approx([at.copy_rate / 1e9, at.map_s * 1e6], rel=0.01), NEW
+    assert at.map_step_s == at.copy_step_s == 0, "measured again: the page says that it was not"
+
+
+def test_the_ramp_is_as_long_as_it_says() -> None:
+    at, layer_bytes = H200.coefficients, H200.shape.token_bytes / H200.shape.num_layers
+    said = number(r"of 8K tokens takes ([\d.]+) µs a layer .*? of 1K tokens ([\d.]+)\. A")
+    for us, tokens in zip(said, (8192, 1024), strict=True):
+        num_bytes = tokens * layer_bytes
+        found = at.ramp_s * num_bytes / (num_bytes + at.ramp_bytes)
+        assert us == pytest.approx(found * 1e6, rel=0.02), NEW
+
+
+def test_steps_measured_by_themselves_are_as_near_as_it_says() -> None:
+    text = (ROOT / "docs" / "benchmarks-gpu.md").read_text()
+    (near,) = number(r"within ([\d.]+) % at 1 to 512 rows")
+    few, many = number(r"within (\d+) % up to 64 rows and (\d+) % too slow at 128 and 256")
+    work, both = text.index("| decode, 128-token prompts"), text.index("| rows | paged |")
+    short = re.findall(
+        r"(\d+) rows? \| \*\*([\d.]+)\*\*", text[work : text.index("with penalties")]
+    )
+    long = re.findall(r"\| (\d+) \| ([\d.]+) \(", text[both : text.index("CPU time of")])
+    assert (len(short), len(long)) == (7, 6)
+    errors = [
+        {int(rows): 100 * (_decode_ms(int(rows), context) / float(ms) - 1) for rows, ms in table}
+        for table, context in ((short, 256), (long, 1056))
+    ]
+    assert max(map(abs, errors[0].values())) == pytest.approx(near, abs=0.1), NEW
+    assert max(abs(errors[1][rows]) for rows in (1, 8, 32, 64)) == pytest.approx(few, abs=0.6), NEW
+    assert errors[1][128] == pytest.approx(many, abs=1), NEW
+    assert errors[1][256] == pytest.approx(many, abs=1), NEW
+
+
+def _decode_ms(rows: int, context: int) -> float:
+    load = StepLoad(rows, rows, rows, 0, rows * context)
+    return H200.latency().seconds(load) * 1e3
+
+
+def test_what_is_simulated_at_once_is_what_it_says() -> None:
+    (said,) = number(r"are simulated at ([\d,]+) output tokens a second")
+    items = load_trace(str(simulator.sharegpt()))
+    found = simulator.measure_work("sharegpt", items, 1024, rounds=1)
+    assert said == pytest.approx(found.predicted_tokens_per_s, rel=0.005), NEW
+
+
+def test_a_small_cluster_is_as_fast_as_the_large_one() -> None:
+    """As many requests for each replica: percentiles are near those of a thousand."""
+    replicas, rate, count = number(r"--replicas (\d+) --rate (\d+) --num-requests (\d+)`")
+    said = number(r"simulated time: ([\d.]+) ms to the first token and ([\d.]+) ms between")
+    small = [round(each * 5 / replicas) for each in (replicas, rate, count)]
+    found = simulator.measure_cluster(*small)
+    assert said == pytest.approx([found.ttft_p99_s * 1e3, found.itl_p99_s * 1e3], rel=0.08), NEW
+
+
+def test_the_planned_replica_sustains_what_it_says() -> None:
+    """Its rate less a twentieth meets the objectives, a tenth more does not; the rest follows."""
+    replicas, rate, size, budget, cents = number(
+        r"(\d+) replicas at ([\d.]+) requests a second each, blocks of (\d+), ([\d,]+) tokens a "
+        r"step, ([\d.]+) cents"
+    )
+    planner = Planner(
+        gpu=gpu_named("h200"),
+        shape=model_shape("8b"),
+        objectives=parse_objectives("ttft_p99=200ms,itl_p99=50ms"),
+        items=load_trace(str(simulator.sharegpt())),
+        span_s=30.0,
+    )
+    setup = Setup(tensor_parallel=1, block_size=int(size), max_num_batched_tokens=int(budget))
+    assert planner._trial(setup, 0.95 * rate).meets(planner.objectives), NEW
+    assert not planner._trial(setup, 1.1 * rate).meets(planner.objectives), NEW
+    assert replicas == pytest.approx(10_000 / rate, rel=0.01)
+    output = sum(item.num_output_tokens for item in planner.items) / len(planner.items)
+    an_hour = 10_000 * output * 3600
+    assert cents == pytest.approx(replicas * 3.5 / an_hour * 1e8, rel=0.02)

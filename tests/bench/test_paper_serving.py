@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -103,13 +104,32 @@ def test_a_sweep_ends_where_it_is_hopeless() -> None:
 def test_requests_arrive_for_a_while() -> None:
     items = [WorkItem(0.0, 2, 1), WorkItem(0.0, 3, 1), WorkItem(0.0, 4, 1)]
     found = arriving(items, 4.0, LOAD)
-    assert 200 - 60 < len(found) < 200 + 60
-    assert found[0].arrival_s == 0.0
-    assert 45 < found[-1].arrival_s < 50
+    times = [item.arrival_s for item in found]
+    assert times == sorted(times)
+    assert 0.0 < times[0] < 5.0
+    assert 45.0 < times[-1] < 50.0
     assert [item.num_prompt_tokens for item in found[:4]] == [2, 3, 4, 2]
-    assert arriving(items, 4.0, replace(LOAD, num_requests=7)) == found[:7]
-    # Twice as fast, and as long.
-    assert arriving(items, 8.0, LOAD)[10].arrival_s == pytest.approx(found[10].arrival_s / 2)
+    assert arriving(items, 4.0, LOAD) == found
+    assert arriving(items, 4.0, replace(LOAD, seed=1)) != found
+    gaps = np.diff(times)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.2), "as exponential ones"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rate_brings_what_it_says(seed: int) -> None:
+    """However short the run, so that what is sustained is a rate that was there."""
+    items = [WorkItem(0.0, 2, 1)]
+    for rate, duration_s in ((4.0, 6.0), (0.1, 600.0), (2.5, 2.0)):
+        load = replace(LOAD, duration_s=duration_s, seed=seed)
+        found = arriving(items, rate, load)
+        assert len(found) == round(rate * duration_s)
+        assert found[-1].arrival_s < len(found) / rate <= duration_s + 1 / rate
+    # Of fewer the same rate.
+    few = arriving(items, 4.0, replace(LOAD, num_requests=8))
+    assert len(few) == 8
+    assert few[-1].arrival_s < 2.0
+    # Less than one is expected.
+    assert len(arriving(items, 0.1, replace(LOAD, duration_s=1.0))) == 1
 
 
 def test_paging_sustains_the_highest_rate() -> None:

@@ -147,6 +147,11 @@ def test_seconds_add_up() -> None:
     beside = LatencyModel(SHAPE, replace(AT, swaps_beside=True), block_size=1)
     assert beside.seconds(moved) == pytest.approx(behind)
     assert beside.seconds(replace(moved, swapped_blocks=100)) == 50.0
+    # What a step that copies, or maps, takes more, once.
+    fixed = LatencyModel(SHAPE, replace(AT, copy_step_s=20.0, map_step_s=0.5), block_size=1)
+    for copied, mapped, more in ((4, 2, 20.5), (1, 0, 20.0), (0, 9, 0.5), (0, 0, 0.0)):
+        moved = replace(load, copied_blocks=copied, mapped_blocks=mapped)
+        assert fixed.seconds(moved) == pytest.approx(model.seconds(moved) + more)
 
 
 def test_a_large_blend_is_the_longer_of_the_two() -> None:

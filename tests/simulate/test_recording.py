@@ -1,7 +1,8 @@
 """A recorded run of the real engine replays under the simulator, plan by plan and field by field.
 
 A tiny random model on the CPU: arrivals between steps, preemption, swaps, samples, beams, shared
-prefixes, aborts, ends by stop tokens, and a step that fails, under both managers.
+prefixes, aborts, ends by stop tokens, and a step that fails, under every manager, and in static
+batches, which nobody joins.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from engine.test_beams import reference
 from engine.test_virtual import SIZE
 from engine.tiny_engine import TOKEN_BYTES, build, pool
 from octavo.bench.prediction import replica_config
-from octavo.core.plan import Batch, SwapIn, SwapOut, int_array
+from octavo.core.plan import Batch, CopyBlocks, SwapIn, SwapOut, int_array
 from octavo.core.protocols import StepError
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.core import EngineCore
 from octavo.simulate.executor import FixedLatency
 from octavo.simulate.load import StepLoad
 from octavo.simulate.recording import (
@@ -35,6 +37,12 @@ from octavo.simulate.recording import (
 from octavo.simulate.replica import Replica
 
 WAYS = ("paged", "virtual")
+# Each of these reserves whole runs: nothing is preempted, swapped or found in a cache.
+RESERVED: dict[str, dict[str, Any]] = {
+    "contiguous": {"reserve": "oracle"},
+    "contiguous of the longest": {"reserve": "max"},
+    "static": {"reserve": "max", "scheduler": "static"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +53,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(kv: str, num_blocks: int = 30) -> dict[str, Any]:
+    if kv in RESERVED:
+        # Room for five of the longest, a beam's two or a request's three among them.
+        mine = {"kv": "contiguous", "kv_memory": pool(130, 4), **RESERVED[kv]}
+        return options("paged") | mine
     size = SIZE if kv == "virtual" else 4
     return {
         "kv": kv,
@@ -132,7 +144,45 @@ def test_plans_of_a_recorded_run_are_made_again(
         assert difference(real, simulated, f"plan {real.step_id}") is None
 
 
-@pytest.mark.parametrize("kv", WAYS)
+@pytest.mark.parametrize("kv", RESERVED)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_reservations_and_static_batches_are_made_again(model: Path, kv: str, depth: int) -> None:
+    given = options(kv) | {"depth": depth}
+    recording, found = record(model, 3, **given)
+    plans = recording.plans
+    assert len(plans) > 50
+    assert found["fan_outs"]
+    assert found["forks"]
+    assert not found["preemptions"]
+    assert not found["swaps"]
+    assert any(isinstance(command, CopyBlocks) for plan in plans for command in plan.commands)
+    begin = [step for step, plan in enumerate(plans) if plan.row_inits]
+    assert len(begin) > 2, "somebody waited"
+    fresh, _ = build(model, **given)
+    replayed = replay(recording, fresh.scheduler)
+    fresh.close()
+    assert len(replayed) == len(plans)
+    for real, simulated in zip(plans, replayed, strict=True):
+        assert difference(real, simulated, f"plan {real.step_id}") is None
+    # The comparison tells ways of scheduling, and of reserving, apart.
+    for other in RESERVED:
+        if other != kv:
+            fresh, _ = build(model, **options(other), depth=depth)
+            assert not _is_made_again(recording, fresh)
+            fresh.close()
+
+
+def _is_made_again(recording: Recording, core: EngineCore) -> bool:
+    try:
+        replayed = replay(recording, core.scheduler)
+    except AssertionError:
+        return False
+    pairs = list(zip(recording.plans, replayed, strict=False))
+    is_same = all(difference(*pair) is None for pair in pairs)
+    return is_same and len(replayed) == len(recording.plans)
+
+
+@pytest.mark.parametrize("kv", [*WAYS, *RESERVED])
 def test_a_failed_step_replays_too(model: Path, kv: str) -> None:
     core, report = build(model, **options(kv))
     executor, collects = core.executor, itertools.count()

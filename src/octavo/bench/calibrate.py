@@ -55,7 +55,7 @@ def calibrate(
     first = engines[0]
     moves = dict(first.moves)
     if sys.platform == "linux":
-        moves["map_s"] = _measure_mapping(models[-1], options)
+        moves |= _measure_mapping(models[-1], options)
         tell("blocks moved")
     recorded = [step for engine in engines for step in engine.steps]
     measured = Calibration(
@@ -147,15 +147,15 @@ def _measure_engine(
     )
 
 
-def _measure_mapping(model: str, options: Mapping[str, Any]) -> float:
+def _measure_mapping(model: str, options: Mapping[str, Any]) -> dict[str, float]:
     from octavo.config import EngineConfig
     from octavo.engine.build import build_engine
 
     small = {"kv": "virtual", "attention": "auto", "kv_memory": "1GiB"}
     core, report = build_engine(EngineConfig(**_OPTIONS | options | small | {"model": model}))
-    seconds = measure_mapping(core.executor, report.max_model_len)
+    found = measure_mapping(core.executor, report.max_model_len)
     _close(core)
-    return seconds
+    return found
 
 
 def _shape(model: str, report: EngineReport) -> ModelShape:
@@ -300,8 +300,9 @@ def summary(calibration: Calibration) -> str:
         f"host: a step {at.host_s * 1e6:.0f} µs, a row {at.host_row_s * 1e6:.1f} µs, having chunks "
         f"{at.host_mixed_s * 1e6:.0f} µs, a layer launched by kernels {at.host_layer_s * 1e6:.0f} "
         f"µs; {len(at.padded_sizes)} padded sizes",
-        f"copies {at.copy_rate / 1e9:.1f} GB/s, swaps {at.swap_rate / 1e9:.1f} GB/s, mapping "
-        f"{at.map_s * 1e6:.1f} µs a block",
+        f"copies {at.copy_rate / 1e9:.1f} GB/s and {at.copy_step_s * 1e6:.0f} µs, swaps "
+        f"{at.swap_rate / 1e9:.1f} GB/s, mapping {at.map_s * 1e6:.1f} µs a block and "
+        f"{at.map_step_s * 1e6:.0f} µs",
         f"error over {len(calibration.points)} points: mean {found.mean_error:.1%}, P90 "
         f"{found.p90_error:.1%}, worst {found.worst_error:.1%}",
     ]

@@ -96,7 +96,8 @@ def simulator(
         for work in report["works"]:
             typer.echo(
                 f"{work['work']}: {work['tokens_per_second']:,.0f} tokens/s, "
-                f"{work['requests_per_minute']:,.0f} requests/min simulated"
+                f"{work['requests_per_minute']:,.0f} requests/min simulated, of an engine that "
+                f"makes {work['predicted_tokens_per_s']:,.0f} tokens/s"
             )
         typer.echo(f"{'rows':>6} {'plan µs':>9} {'update µs':>10} {'step µs':>9} {'tokens/s':>12}")
         for figure in report["rows"]:

@@ -114,13 +114,15 @@ def _decode(
 @dataclass(frozen=True, slots=True)
 class WorkFigure:
     """A whole work through one simulated engine: seconds of one core, and what was simulated in
-    each second or minute of them. The fastest of the rounds."""
+    each second or minute of them. The fastest of the rounds. ``predicted_tokens_per_s`` are output
+    tokens a second of the engine that is simulated, on its own clock."""
 
     work: str
     seconds: float
     num_steps: int
     tokens_per_second: float
     requests_per_minute: float
+    predicted_tokens_per_s: float
 
 
 def measure_work(
@@ -142,6 +144,7 @@ def measure_work(
         num_steps=cluster.num_steps,
         tokens_per_second=outcome.num_tokens / fastest,
         requests_per_minute=outcome.num_requests / fastest * 60,
+        predicted_tokens_per_s=outcome.tokens_per_s,
     )
 
 
@@ -173,7 +176,7 @@ def measure_cluster(num_replicas: int, rate: float, num_requests: int) -> Cluste
         raise ValueError(
             f"num_requests must be at least 1 and rate above 0, got {num_requests} and {rate:g}"
         )
-    items = load_trace(str(_trace()))
+    items = load_trace(str(sharegpt()))
     items = [items[place % len(items)] for place in range(num_requests)]
     items = with_arrivals(items, arrival_times("poisson", num_requests, rate=rate))
     config = ReplicaConfig(num_blocks=57_000, max_num_seqs=1024)
@@ -207,7 +210,8 @@ def cluster_line(figure: ClusterFigure) -> str:
     )
 
 
-def _trace() -> Traversable:
+def sharegpt() -> Traversable:
+    """1,000 lengths of ShareGPT's."""
     return resources.files("octavo.bench") / "data" / "sharegpt_lengths_1000.csv"
 
 
@@ -215,11 +219,10 @@ def run(rows: tuple[int, ...] = ROWS, num_requests: int = 1000) -> dict[str, obj
     """All figures, ready for JSON: ``tokens_per_second`` of work that decodes and
     ``requests_per_minute`` of ShareGPT's lengths, then what the policy costs by rows.
     ``share_of_goal`` is the step at 256 rows over 256 µs."""
-    trace = _trace()
     decoding = measure_work(
         "decode-heavy", [WorkItem(0.0, _PROMPT_TOKENS, 1024)] * num_requests, GOAL_ROWS
     )
-    mixed = measure_work("sharegpt", load_trace(str(trace))[:num_requests], 1024)
+    mixed = measure_work("sharegpt", load_trace(str(sharegpt()))[:num_requests], 1024)
     figures = [measure(count) for count in rows]
     by_rows = {figure.rows: figure for figure in figures}
     report: dict[str, object] = {

@@ -68,7 +68,8 @@ class Calibration:
         found = fit(
             self.points, fixed=fixed, padded_sizes=at.padded_sizes, few_rows=at.few_rows
         ).coefficients
-        kept = ("copy_rate", "swap_rate", "map_s", "swaps_beside", "link_rate", "link_s")
+        kept = ("copy_rate", "copy_step_s", "swap_rate", "map_s", "map_step_s", "swaps_beside")
+        kept += ("link_rate", "link_s")
         values = {each.name: getattr(found, each.name) for each in fields(Coefficients)}
         values |= {name: getattr(self.coefficients, name) for name in kept}
         mine = {each.name: getattr(self, each.name) for each in fields(Calibration)}

@@ -12,7 +12,8 @@
                 parts are merged
     attention   4 · pairs · attention width operations of longer chunks
     fixed       a step's own, each layer's, each row's, each chunk's, that of having chunks
-    moves       blocks copied and mapped, then swapped: behind the step, or beside it
+    moves       blocks copied and mapped, and what either takes however few they are, then swapped:
+                behind the step, or beside it
     ranks       two all-reduces a layer, where several share a model
     host        planning and launching, as far as they outlast the step before
 
@@ -40,7 +41,8 @@ class Coefficients:
     """What a machine does: rates a second, in bytes and operations; overheads in seconds.
 
     ``link_rate`` (bytes a second between ranks, each way) and ``link_s`` (an all-reduce of nothing)
-    are needed for more than one rank only. ``swaps_beside``: swaps run beside the steps.
+    are needed for more than one rank only. ``swaps_beside``: swaps run beside the steps. A step
+    that copies or maps takes ``copy_step_s`` or ``map_step_s`` more, however few blocks.
     ``few_rows``: products of so many have kernels of their own, which do nothing but read weights.
     ``mixed_kv_rate`` is of the bytes that a step with chunks reads for its other rows, and counts
     beside ``kv_rate``: a kernel for chunks serves both.
@@ -67,7 +69,9 @@ class Coefficients:
     mixed_s: float = 0.0
     copy_rate: float = INFINITE
     swap_rate: float = INFINITE
+    copy_step_s: float = 0.0
     map_s: float = 0.0
+    map_step_s: float = 0.0
     swaps_beside: bool = False
     link_rate: float = INFINITE
     link_s: float = 0.0
@@ -193,7 +197,10 @@ class LatencyModel:
     def _with_moves(self, total: float, load: StepLoad) -> float:
         at = self.at
         block_bytes = self.shape.token_bytes * self.block_size
-        total += load.mapped_blocks * at.map_s + load.copied_blocks * block_bytes / at.copy_rate
+        if load.mapped_blocks:
+            total += at.map_step_s + load.mapped_blocks * at.map_s
+        if load.copied_blocks:
+            total += at.copy_step_s + load.copied_blocks * block_bytes / at.copy_rate
         swaps_s = load.swapped_blocks * block_bytes / at.swap_rate
         return max(total, swaps_s) if at.swaps_beside else total + swaps_s
 

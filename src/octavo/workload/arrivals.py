@@ -44,6 +44,12 @@ def arrival_times(
     return times - times[0] if count else times
 
 
+def poisson_times(count: int, span_s: float, *, seed: int = 0) -> NDArray[np.float64]:
+    """``count`` times in seconds, ascending: a Poisson process that brings so many in ``span_s``.
+    Given their number, its times are independent and uniform."""
+    return np.sort(np.random.default_rng(seed).uniform(0.0, span_s, count))
+
+
 def with_arrivals(items: Sequence[WorkItem], times: NDArray[np.float64]) -> list[WorkItem]:
     """The items in their order, at other times."""
     pairs = zip(items, times.tolist(), strict=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.bench.paper.engines import WARM_UP_MOST, Engine, MakeRequest, check_ended, plain_request
-from octavo.workload.arrivals import arrival_times
+from octavo.workload.arrivals import poisson_times
 from octavo.workload.items import WorkItem, WorkloadError
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Poisson arrivals at each of ``rates`` a second in turn, for ``duration_s`` seconds, of at
-    most ``num_requests`` (None: as many as come), until normalized latency passes ``stop_at_s``."""
+    """Arrivals at each of ``rates`` a second in turn, for ``duration_s`` seconds, of at most
+    ``num_requests`` (None: as many as come), until normalized latency passes ``stop_at_s``."""
 
     rates: Sequence[float]
     duration_s: float
@@ -79,12 +79,13 @@ def load_of(
 
 
 def arriving(items: Sequence[WorkItem], rate: float, load: Load) -> list[WorkItem]:
-    """``items`` in turn, again from the first where they do not suffice, as they arrive."""
-    expected = rate * load.duration_s
-    times = arrival_times(
-        "poisson", math.ceil(expected + 6 * math.sqrt(expected) + 10), rate=rate, seed=load.seed
-    )
-    times = times[times < load.duration_s][: load.num_requests]
+    """``items`` in turn, again from the first where they do not suffice, as they arrive: a Poisson
+    process of which it is known that ``rate`` times the duration came. So that a short run has the
+    rate that it is named by, too: of 24 expected 16 may come otherwise."""
+    count = max(round(rate * load.duration_s), 1)
+    if load.num_requests is not None:
+        count = min(count, load.num_requests)
+    times = poisson_times(count, count / rate, seed=load.seed)
     return [
         replace(items[place % len(items)], arrival_s=time)
         for place, time in enumerate(times.tolist())

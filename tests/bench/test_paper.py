@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo import output_files
-from octavo.bench.paper import output
+from octavo.bench.paper import figure15, output
 from octavo.bench.paper.managers import (
     LLAMA_8B,
     MANAGERS,
@@ -247,3 +247,11 @@ def test_what_is_no_table_of_the_figure_is_not_drawn(tmp_path: Path) -> None:
 def _parts_of(text: str) -> tuple[str, str, str]:
     lines = text.splitlines()
     return "".join(f"{line}\n" for line in lines[:3]), lines[3], lines[4]
+
+
+def test_what_an_interrupt_left_of_figure_15_stays_in_its_columns() -> None:
+    whole, cut = {"2": 1.0, "4": 2.0, "6": 3.0}, {"2": 4.0}
+    head, first, second = figure15._table({"parallel": whole, "beam": cut}).splitlines()
+    place = head.index("paper")
+    assert [line[:place].split()[-1] for line in (first, second)] == ["3.0", "4.0"]
+    assert all(line[place - 3 : place] == "   " and line[place] != " " for line in (first, second))

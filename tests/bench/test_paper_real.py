@@ -194,17 +194,21 @@ def test_what_cannot_be_measured_is_told_before_torch_is_loaded(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpus_shape_runs_on_a_cpu_only_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def build(*_: object) -> None:
         raise AssertionError("an engine is built")
 
     monkeypatch.setattr(octavo.engine.build, "build_engine", build)
     for name in SHAPES:
-        for device in ([], ["--device", "auto"]):
-            arguments = ["bench", "paper", "--figure", "12", "--model", name, *device]
-            result = CliRunner().invoke(app, arguments)
-            assert result.exit_code == 2, result.output
+        for command in (
+            ["bench", "paper", "--figure", "12"],
+            ["bench", "paper", "--figure", "12", "--device", "auto"],
+            ["bench", "simulator", "--compare"],
+            ["calibrate", "--out", str(tmp_path / "mine.json")],
+        ):
+            result = CliRunner().invoke(app, [*command, "--model", name])
+            assert result.exit_code in (1, 2), result.output
             (line,) = result.stderr.splitlines()
             assert "PyTorch finds no CUDA device here" in line
             assert line.endswith("name a smaller model, or say --device cpu")

@@ -258,8 +258,10 @@ def run(
 ) -> Calibration:
     """`calibrate`, with the shapes of `octavo.bench.works` run on random weights; ``out`` is the
     file to write, ``points`` one for every step that was timed."""
-    from octavo.bench.works import SHAPES, shape
+    from octavo.bench.works import SHAPES, check_shape, shape
 
+    for model in models:
+        check_shape(model, options.get("device", "auto"))
     if models[0] in SHAPES:
         options["load_format"] = "dummy"
     paths = [shape(model) if model in SHAPES else model for model in models]

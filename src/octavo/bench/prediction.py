@@ -236,9 +236,10 @@ def run(
     """All comparisons, ready for JSON: of each work the round in which requests took least, since
     what else a machine does only adds. ``options`` are the engine's."""
     from octavo.bench.designed_steps import timed
-    from octavo.bench.works import SHAPES, shape
+    from octavo.bench.works import SHAPES, check_shape, shape
     from octavo.engine.build import build_engine
 
+    check_shape(model, options.get("device", "auto"))
     if model in SHAPES:
         model, options = shape(model), {"load_format": "dummy"} | options
     given: dict[str, Any] = {"prefix_caching": False, "max_queued_requests": 100_000} | options

@@ -36,7 +36,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.bench.floors import Cost, Floors
+from octavo.config import ConfigError
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.heap import frozen_meanwhile
 from octavo.workload.traces import load_trace
 
 if TYPE_CHECKING:
@@ -79,6 +81,19 @@ def shape(name: str) -> str:
     return str(resources.files("octavo.bench") / "shapes" / f"{name}.json")
 
 
+def check_shape(model: str, device: str) -> None:
+    """Raises `ConfigError` where one of `SHAPES` would run on a CPU that nobody asked for: where
+    ``device``, as asked for, is not ``cpu`` and there is no GPU."""
+    from octavo.engine.build import choose_device
+
+    if model in SHAPES and device != "cpu" and choose_device(device) == "cpu":
+        raise ConfigError(
+            f"PyTorch finds no CUDA device here, which {model} is a shape for: its random weights "
+            "take gigabytes, and each engine of it minutes; name a smaller model, or say "
+            "--device cpu"
+        )
+
+
 def open_llm(name: str, **options: Any) -> LLM:
     """An engine of random weights of one of `SHAPES`, or of any other ``config.json``."""
     from octavo.engine.llm import LLM
@@ -102,12 +117,10 @@ def generate(
         for _, output in lengths
     ]
     gc.collect()
-    gc.freeze()
-    started = time.perf_counter()
-    llm.generate(prompts, params)
-    seconds = time.perf_counter() - started
-    gc.unfreeze()
-    return seconds
+    with frozen_meanwhile():
+        started = time.perf_counter()
+        llm.generate(prompts, params)
+        return time.perf_counter() - started
 
 
 def decode(llm: LLM, rows: int, ceilings: Ceilings, steps: int = _STEPS, **asked: Any) -> Figure:

@@ -77,10 +77,11 @@ def measure(options: PaperOptions) -> PaperReport:
 
 
 def _table(values: dict[str, dict[str, float]]) -> str:
+    # The first kind has all of them; an interrupt may have left some of the second out.
     widths = list(next(iter(values.values())))
     lines = [f"{'blocks saved, %':<20}" + "".join(f"{w:>8}" for w in widths) + "   paper"]
     for kind, by_width in values.items():
-        saved = "".join(f"{value:>8.1f}" for value in by_width.values())
+        saved = "".join(f"{value:>8.1f}" for value in by_width.values()).ljust(8 * len(widths))
         lines.append(f"{_NAMES[kind]:<20}{saved}   {PAPER[kind][0]} to {PAPER[kind][1]}")
     return "\n".join(lines)
 

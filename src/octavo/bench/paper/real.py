@@ -21,7 +21,7 @@ import numpy as np
 
 from octavo.bench.paper.engines import SHARED, STATIC, WARM_UP_MOST, Engine, check_ended
 from octavo.bench.paper.managers import MAX_MODEL_LEN, SCALES, Pool
-from octavo.bench.works import SHAPES, shape
+from octavo.bench.works import SHAPES, check_shape, shape
 from octavo.config import BLOCK_SIZE, DEVICES, ConfigError, EngineConfig
 from octavo.core.layout import BlockSizeError, mappable_block, num_blocks_for
 from octavo.core.model_config import ModelConfig
@@ -142,12 +142,7 @@ class RealEngines:
         from octavo.engine.build import choose_device
 
         self.device = choose_device(device)
-        if model in SHAPES and self.device == "cpu" and device != "cpu":
-            raise ConfigError(
-                f"PyTorch finds no CUDA device here, which {model} is a shape for: its random "
-                "weights take gigabytes, and minutes for each manager; name a smaller model, or "
-                "say --device cpu"
-            )
+        check_shape(model, device)
         if max_model_len is None:
             most = _CPU_MAX_MODEL_LEN if self.device == "cpu" else MAX_MODEL_LEN
             max_model_len = min(most, config.max_position_embeddings)

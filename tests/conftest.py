@@ -38,6 +38,14 @@ def _silence_leaks() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ and "TRITON_INTERPRET" not in os.environ:
+        skip = pytest.mark.skip(reason="needs the GPU for itself: run it with -m alone, without -n")
+        for item in items:
+            if item.get_closest_marker("alone"):
+                item.add_marker(skip)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long", action="store_true", help="run the tests that are bounded in CI at full length"

@@ -448,6 +448,7 @@ def test_the_page_about_it_is_true() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.alone
 def test_flash_attention_reads_up_to_an_unmapped_page() -> None:
     """Stock FlashAttention over rows whose last mapped page is full: the next one is missing."""
     layers, heads, dim = 2, 8, 128

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from dataclasses import replace
-from threading import Event, active_count
+from threading import Event, Semaphore, active_count
 
 import pytest
 import torch
 
 from octavo.core.layout import KVLayout
 from octavo.core.plan import NULL_BLOCK, CopyBlocks, KVCommand, MapBlocks, SwapIn, SwapOut
+from octavo.execution import slots
 from octavo.execution.arena import Arena
 from octavo.execution.pages.interface import PageError, host_page_bytes
 from octavo.execution.pages.memfd import MemfdPages
@@ -169,6 +170,61 @@ def test_urgent_orders_overtake_and_only_what_is_read_is_waited_for() -> None:
     arena.settle()
     assert order[:2] == [7, 5]
     assert sorted(order[2:]) == [0, 1, 2, 3]
+
+
+def test_the_rest_of_a_long_order_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece at a time, and others have their turn between them; the order of a slot's places
+    stays, and what it gives up goes first."""
+    monkeypatch.setattr(slots, "_PIECE", 2)
+    arena = VirtualArena(LAYOUT, 8, torch.float32, num_slots=2, max_model_len=23)
+    for block_id in range(8):
+        arena.kv[block_id] = block_id
+    mapper, real = arena._slots.mapper, arena._slots.mapper._map
+    go, order = Semaphore(0), []
+
+    def held(slot: int, wanted: dict[int, int]) -> None:
+        assert go.acquire(timeout=10)
+        order.append((slot, wanted))
+        real(slot, wanted)
+
+    mapper._map = held  # type: ignore[method-assign]
+    arena.obey((maps(*((0, place, 1 + place) for place in range(5))),))
+    arena.obey((maps((1, 0, 7)),))
+    go.release()
+    arena.require(as_ids([0]), as_ids([8]))
+    assert order == [(0, {0: 1, 1: 2})]
+    go.release(3)
+    arena.require(as_ids([0, 1]), as_ids([20, 4]))
+    assert order[1:] == [(1, {0: 7}), (0, {2: 3, 3: 4}), (0, {4: 5})]
+    assert shown(arena, 0, 20) == [1 + place for place in range(5) for _ in range(4)]
+    order.clear()
+    go.release(2)
+    arena.obey(
+        (maps((0, 0, 6), (0, 1, 1), (0, 2, 2), *((0, p, NULL_BLOCK) for p in (3, 4))),),
+    )
+    arena.require(as_ids([0]), as_ids([12]))
+    assert order == [(0, {0: 6, 1: 1, 3: NULL_BLOCK, 4: NULL_BLOCK}), (0, {2: 2})]
+    assert shown(arena, 0, 12) == [6] * 4 + [1] * 4 + [2] * 4
+    with pytest.raises(PageError, match="slot 0 shows nothing at place 3"):
+        arena.require(as_ids([0]), as_ids([13]))
+
+
+def test_a_piece_that_fails_fails_who_reads_that_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is behind it is not tried, and what is ordered later for any of it counts."""
+    monkeypatch.setattr(slots, "_PIECE", 1)
+    arena = filled()
+    pages = arena.pages
+    assert isinstance(pages, MemfdPages)
+    allowed, pages._max_mappings = pages._max_mappings, pages.num_mappings + 2
+    arena.obey((maps((0, 0, 1), (0, 1, 3), (0, 2, 5)),))
+    arena.require(as_ids([0]), as_ids([4]))
+    with pytest.raises(PageError, match="slot 0 cannot be mapped"):
+        arena.require(as_ids([0]), as_ids([12]))
+    arena.require(as_ids([0]), as_ids([4]))
+    pages._max_mappings = allowed
+    arena.obey((maps((0, 2, 6)),))
+    arena.require(as_ids([0]), as_ids([12]))
+    assert shown(arena, 0, 12) == [1] * 4 + [3] * 4 + [6] * 4
 
 
 def test_a_mapping_thread_that_fails_fails_who_reads_and_goes_on() -> None:

@@ -81,14 +81,25 @@ class CUDADevice:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             result = work()
-        finally:
             graph.capture_end()
+        except BaseException:
+            self._give_up(graph)
+            raise
 
         def replay() -> Any:
             graph.replay()
             return result
 
         return replay
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, so that others can follow."""
+        if torch.cuda.is_current_stream_capturing():
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+        # PyTorch before 2.12 leaves its allocator in the pool of a capture that cannot be ended.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.torch_device.index, graph.pool())
 
 
 class _Done:

@@ -270,12 +270,16 @@ class StepGraphs:
         if not self._captures or is_compiling_ahead():
             return work()
         if key not in self._graphs:
+            result = work()
+            # Only now is everything loaded that a capture may not load.
             self._graphs[key] = None
-            return work()
+            return result
         replay = self._graphs[key]
         if replay is not None:
             return replay()
         free = self._device.free_bytes()
+        # A capture that fails starts over with a plain run.
+        del self._graphs[key]
         replay = self._device.capture(work, self._pool) or work
         self._graphs[key] = replay
         # The driver takes some at the first replay. Somebody else may give memory back meanwhile.

@@ -1,8 +1,9 @@
 """Slots: ranges of contiguous addresses that show blocks in order, mapped on a thread of its own.
 
 Knows places and blocks; knows no sequences. What is ordered for a slot is queued and mapped while
-steps run; whoever is about to read slots says so (`Slots.require`) and waits for what it reads, not
-for what others will read later. Errors surface there, at the step that would touch the place::
+steps run, some places at a time; whoever is about to read slots says so (`Slots.require`) and waits
+for what it reads, not for what others will read later, nor for the rest of a long prompt. Errors
+surface there, at the step that would touch the place::
 
     order ──▶ pending {slot: {place: block}} ──▶ mapping thread ──▶ the driver
                                                       │
@@ -25,6 +26,8 @@ from octavo.execution.pages.interface import AddressRange, PageError, Pages
 from octavo.execution.pages.ledger import runs
 
 THREAD_NAME = "octavo-mapping"
+# Places that are mapped before somebody else's turn: 4 ms of a driver's time.
+_PIECE = 128
 Wanted = dict[int, int]
 """Place → block, of one slot; the null block: nothing."""
 
@@ -95,6 +98,16 @@ class Slots:
                 ordered: touching it would end the process.
         """
         self.mapper.require(slots, -(-lengths // self.block_size))
+
+
+def _first_piece(wanted: Wanted) -> tuple[Wanted, Wanted]:
+    """What to map now, and what then. All that is given up goes first: a slot shows a run of places
+    from its start on, and has one hole behind it."""
+    if len(wanted) <= _PIECE:
+        return wanted, {}
+    shown = sorted(place for place, block_id in wanted.items() if block_id != NULL_BLOCK)
+    rest = {place: wanted[place] for place in shown[_PIECE:]}
+    return {place: wanted[place] for place in wanted if place not in rest}, rest
 
 
 class MapsPlaces(Protocol):
@@ -214,8 +227,10 @@ class Mapper:
                 if self._is_closed:
                     return
                 slot = next(iter(self._urgent or self._pending))
-                self._urgent.pop(slot, None)
-                wanted = self._pending.pop(slot)
+                wanted, rest = _first_piece(self._pending.pop(slot))
+                is_urgent = self._urgent.pop(slot, 0) is None
+                if rest:
+                    self._pending[slot] = rest
                 self._current = slot, wanted
             failure = None
             try:
@@ -229,7 +244,15 @@ class Mapper:
             with self._changed:
                 self._current = None
                 if failure is not None:
-                    self._failed[slot] = wanted, failure
+                    # What is behind it would fail as well, and what was ordered since replaces it.
+                    self._urgent.pop(slot, None)
+                    self._failed[slot] = wanted | self._pending.pop(slot, {}), failure
+                elif rest and slot in self._pending:
+                    # The rest is behind what was ordered meanwhile, which is waited for as well.
+                    self._pending[slot] = self._pending.pop(slot)
+                    if is_urgent:
+                        self._urgent.pop(slot, None)
+                        self._urgent[slot] = None
                 self._changed.notify_all()
 
     def _map(self, slot: int, wanted: Wanted) -> None:

@@ -165,7 +165,8 @@ def test_decode_over_a_grid(
     ):  # fmt: skip
         run_decode(
             device, shape, edges, programs=programs, window=window, dtype=torch.bfloat16,
-            kv_dtype=kv_dtype, tiling=decode_tiling(num_tokens, shape[2], max_length),
+            kv_dtype=kv_dtype, 
+            tiling=decode_tiling(num_tokens, shape[2], max_length, kv_dtype or torch.bfloat16),
         )  # fmt: skip
     run_decode(
         device, shape, [1, 1500], programs=1000, dtype=torch.bfloat16, kv_dtype=kv_dtype,

@@ -19,6 +19,7 @@ from octavo.engine.pool import run_resize
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 

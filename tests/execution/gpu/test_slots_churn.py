@@ -63,6 +63,7 @@ def free_bytes() -> int:
     return int(torch.cuda.mem_get_info()[0])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("maps_forks", [False, True] if ON_GPU else [True])
 def test_churn_leaves_nothing_behind(
     model: Path, maps_forks: bool, pytestconfig: pytest.Config

@@ -230,7 +230,10 @@ class PagedStepAttention:
         self._step = step
         self._workspace = workspace
         self._parts: DecodeParts | None = None
-        self._tiling = decode_tiling(step.max_decode, backend.layers[0].shape[-1], step.max_length)
+        kv_layer = backend.layers[0]
+        self._tiling = decode_tiling(
+            step.max_decode, kv_layer.shape[-1], step.max_length, kv_layer.dtype
+        )
         if step.max_decode:
             self._parts = decode_parts(
                 step.token_rows,

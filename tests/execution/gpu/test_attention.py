@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -166,7 +170,7 @@ def test_decode_over_a_grid(
         run_decode(
             device, shape, edges, programs=programs, window=window, dtype=torch.bfloat16,
             kv_dtype=kv_dtype, 
-            tiling=decode_tiling(num_tokens, shape[2], max_length, kv_dtype or torch.bfloat16),
+            tiling=decode_tiling(num_tokens, shape[2], max_length, torch.bfloat16),
         )  # fmt: skip
     run_decode(
         device, shape, [1, 1500], programs=1000, dtype=torch.bfloat16, kv_dtype=kv_dtype,
@@ -250,6 +254,39 @@ def test_prefill_over_a_grid(
             device, shape, chunks, window=window, dtype=torch.bfloat16, kv_dtype=kv_dtype,
             block_n=None,
         )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize("shape", [(8, 4, 128, 16), (4, 2, 256, 32)])
+def test_float32_at_the_tiles_that_are_used(
+    device: torch.device, shape: tuple[int, int, int, int], kv_dtype: torch.dtype | None
+) -> None:
+    for num_tokens, max_length in ((1, 1000), (1, 10**5), (33, 1000)):
+        run_decode(
+            device, shape, [1, 63, 129, 1000], programs=100, kv_dtype=kv_dtype,
+            tiling=decode_tiling(num_tokens, shape[2], max_length, torch.float32),
+        )  # fmt: skip
+    run_prefill(device, shape, [(0, 200), (127, 1), (300, 33)], kv_dtype=kv_dtype, block_n=None)
+    run_shared(
+        device, shape, prefixes=[1024, 0], own=[[1, 130, *range(1, 40)], [65]], programs=300,
+        prefix_splits=4, kv_dtype=kv_dtype, block_n=None,
+    )  # fmt: skip
+
+
+def test_shared_memory_holds_the_tiles_of_wide_heads() -> None:
+    """Compiled for a Hopper GPU by Triton's own compiler; loading would fail otherwise."""
+    program = Path(__file__).with_name("attention_without_gpu.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert {name: names.count(name) for name in set(names)} == {
+        "_decode": 5, "_prefill": 2, "_prefix": 1,
+    }  # fmt: skip
 
 
 def test_pieces_of_a_prefix() -> None:

@@ -230,9 +230,8 @@ class PagedStepAttention:
         self._step = step
         self._workspace = workspace
         self._parts: DecodeParts | None = None
-        kv_layer = backend.layers[0]
         self._tiling = decode_tiling(
-            step.max_decode, kv_layer.shape[-1], step.max_length, kv_layer.dtype
+            step.max_decode, backend.layers[0].shape[-1], step.max_length, backend.dtype
         )
         if step.max_decode:
             self._parts = decode_parts(

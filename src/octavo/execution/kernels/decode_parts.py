@@ -37,21 +37,22 @@ _FEW = DecodeTiling(128, 4, 3)
 _FEW_LONG = DecodeTiling(64, 2, 3, min_keys=256)
 _MANY = DecodeTiling(64, 4, 3)
 _MANY_NARROW = DecodeTiling(64, 4, 2)
-# Of a key's head: more of them have no room for large tiles.
-_WIDE_BYTES = 256
+_WIDE = DecodeTiling(32, 4, 3)
 FEW_ROWS = 32
 LONG_ROW = 16384
 
 
 def decode_tiling(
-    max_tokens: int, head_dim: int, max_length: int, kv_dtype: torch.dtype
+    max_tokens: int, head_dim: int, max_length: int, dtype: torch.dtype
 ) -> DecodeTiling:
     """What is fastest on an H200 (docs/decisions/0005-gpu-step.md) for rows of up to
     ``max_length``: few rows have a program of few keys each, which waits for memory more than for
     its bytes; more of them, or of very long ones, keep it busy, and smaller tiles leave room for
-    others. Heads that take more bytes have smaller tiles, or shared memory would not hold them."""
-    if head_dim * kv_dtype.itemsize > _WIDE_BYTES:
-        return _MANY
+    others. ``dtype`` is what is computed in: of heads that take more bytes than 128 numbers of 16
+    bits shared memory holds smaller tiles only."""
+    num_bytes = head_dim * dtype.itemsize
+    if num_bytes > 256:
+        return _MANY if num_bytes <= 512 else _WIDE
     if max_tokens > FEW_ROWS:
         return _MANY if head_dim > 64 else _MANY_NARROW
     return _FEW if max_length <= LONG_ROW else _FEW_LONG

@@ -276,6 +276,18 @@ def tile_tokens(num_heads: int, num_kv_heads: int) -> int:
     return BLOCK_M // triton.next_power_of_2(num_heads // num_kv_heads)
 
 
+def tile_keys(dim: int, dtype: torch.dtype) -> int:
+    """Keys of a tile, of heads of ``dim`` numbers that are computed in ``dtype``."""
+    if dim * dtype.itemsize > 512:
+        return 32
+    return 64 if dim > 128 or dtype == torch.float32 else 128
+
+
+def tile_stages(dim: int, dtype: torch.dtype) -> int:
+    """In how many stages tiles are loaded: as many as shared memory holds beside the queries."""
+    return 3 if dim * dtype.itemsize <= 512 else 2
+
+
 def prefill_attention(
     queries: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -327,10 +339,10 @@ def prefill_attention(
         DIM=dim,
         GROUP=triton.next_power_of_2(group),
         BLOCK_M=BLOCK_M,
-        BLOCK_N=block_n or (64 if dim > 128 or queries.dtype == torch.float32 else 128),
+        BLOCK_N=block_n or tile_keys(dim, queries.dtype),
         PDL=PDL,
         num_warps=warps,
         # Keys at contiguous addresses are all loaded ahead, which takes more shared memory.
-        num_stages=2 if dim > 128 and tables is None else 3,
+        num_stages=2 if dim > 128 and tables is None else tile_stages(dim, queries.dtype),
         **OVERLAP,
     )

@@ -16,7 +16,13 @@ import triton.language as tl
 from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.decode_attention import SharedPrefixParts
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
-from octavo.execution.kernels.prefill_attention import BLOCK_M, attend, tile_tokens
+from octavo.execution.kernels.prefill_attention import (
+    BLOCK_M,
+    attend,
+    tile_keys,
+    tile_stages,
+    tile_tokens,
+)
 
 
 @Kernel
@@ -161,10 +167,10 @@ def prefix_attention(
         DIM=dim,
         GROUP=triton.next_power_of_2(group),
         BLOCK_M=BLOCK_M,
-        BLOCK_N=block_n or (64 if dim > 128 or queries.dtype == torch.float32 else 128),
+        BLOCK_N=block_n or tile_keys(dim, queries.dtype),
         PDL=PDL,
         num_warps=8,
-        num_stages=3,
+        num_stages=tile_stages(dim, queries.dtype),
         **OVERLAP,
     )
     return SharedPrefixParts(tiles.token_lengths, out, lse)

@@ -1,0 +1,83 @@
+"""A program: attention kernels over wide heads, compiled for a Hopper GPU on a machine that may
+have none. A tile that shared memory cannot hold is an error, as on a GPU. Prints each kernel and
+the bytes of shared memory that it takes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from compile_without_gpu import StandIn
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+HEADS, KV_HEADS = 8, 4
+# Head dim, what is computed in and what is stored, over slots or tables; and which kernels.
+CASES = [
+    (128, torch.float32, torch.float32, True, ("few",)),
+    (256, torch.float32, torch.float32, True, ("few", "prefill")),
+    (256, torch.float32, torch.float32, False, ("many",)),
+    (256, torch.bfloat16, torch.float8_e4m3fn, True, ("few", "prefill")),
+    (256, torch.bfloat16, torch.bfloat16, False, ("few", "prefix")),
+]
+
+
+def launch(
+    head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, in_slots: bool, kernel: str
+) -> None:
+    from octavo.execution.kernels import decode_attention, decode_parts
+    from octavo.execution.kernels import prefill_attention as prefill
+    from octavo.execution.kernels import prefix_attention as prefix
+    from octavo.execution.prefill_tiles import FIELDS
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32)
+
+    blocks = (3, 256) if in_slots else (64, 16)
+    kv_layer = torch.zeros(*blocks, 2, KV_HEADS, head_dim, dtype=torch.uint8).to(kv_dtype)
+    scales = torch.ones(2, KV_HEADS) if kv_dtype == torch.float8_e4m3fn else None
+    tables = None if in_slots else ints(64, 128)
+    host = torch.device("cpu")
+    rows = {"few": 4, "many": 64}.get(kernel, 128)
+    queries = torch.empty(rows, HEADS, head_dim, dtype=dtype)
+    out = torch.empty_like(queries)
+    if kernel == "prefill":
+        tiles = prefill.PrefillTiles(ints(FIELDS, 4), ints(1))
+        workspace = prefill.PrefillWorkspace(4, KV_HEADS, head_dim, host)
+        prefill.prefill_attention(
+            queries, kv_layer, tiles, tables, out, workspace, kv_scales=scales
+        )
+    elif kernel == "prefix":
+        assert tables is not None
+        shared = prefix.PrefixTiles(ints(2, 64), ints(2), ints(2), ints(1), ints(rows))
+        prefix.prefix_attention(queries, kv_layer, shared, tables, splits=2, kv_scales=scales)
+    else:
+        tiling = decode_parts.decode_tiling(rows, head_dim, 100, dtype)
+        parts = decode_parts.DecodeParts(ints(rows, decode_parts.WIDTH), ints(1))
+        own = decode_attention.DecodeWorkspace(
+            rows, rows, KV_HEADS, head_dim, HEADS // KV_HEADS, host
+        )
+        decode_attention.decode_attention(
+            queries, kv_layer, parts, tables, out, own, tiling, kv_scales=scales
+        )
+
+
+def main() -> None:
+    driver.set_active(StandIn())
+    run = JITFunction.run
+
+    def told(self: Any, *args: Any, **options: Any) -> Any:
+        compiled = run(self, *args, **options)
+        print(self.__name__, compiled.metadata.shared, flush=True)
+        return compiled
+
+    JITFunction.run = told
+    with ThreadPoolExecutor(2) as pool:
+        cases = [(*case[:4], kernel) for case in CASES for kernel in case[4]]
+        for done in [pool.submit(launch, *case) for case in cases]:
+            done.result()
+
+
+if __name__ == "__main__":
+    main()

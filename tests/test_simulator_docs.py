@@ -148,7 +148,7 @@ def test_steps_measured_by_themselves_are_as_near_as_it_says() -> None:
     short = re.findall(
         r"(\d+) rows? \| \*\*([\d.]+)\*\*", text[work : text.index("with penalties")]
     )
-    long = re.findall(r"\| (\d+) \| ([\d.]+) \(", text[both : text.index("CPU time of")])
+    long = re.findall(r"\| (\d+) \| ([\d.]+) \(", text[both : text.index("CPU time a step")])
     assert (len(short), len(long)) == (7, 6)
     errors = [
         {int(rows): 100 * (_decode_ms(int(rows), context) / float(ms) - 1) for rows, ms in table}

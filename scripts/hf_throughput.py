@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from octavo.workload.items import WorkItem, WorkloadError
 from octavo.workload.prompts import prompt_token_ids
@@ -99,12 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.batch_size < 1:
         parser.error(f"--batch-size must be at least 1, got {given.batch_size}")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        parser.error(f"this measures Transformers, which cannot be imported here: {error}")
     if given.threads:
         torch.set_num_threads(given.threads)
     dtype = getattr(torch, given.dtype)
     if given.dummy:
-        from transformers import AutoConfig
-
         torch.manual_seed(0)
         with torch.device(given.device):
             model = AutoModelForCausalLM.from_config(

@@ -88,7 +88,7 @@ def test_mistakes_are_one_readable_line(arguments: list[str], message: str) -> N
     if "--tensor-parallel" in arguments:
         del base[base.index("--tensor-parallel") : base.index("--tensor-parallel") + 2]
     result = runner.invoke(app, [*base, *arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -191,7 +191,7 @@ def test_a_calibration_measures_fits_and_compares(
 @pytest.mark.parametrize("option", ["--out", "--points"])
 def test_a_calibration_has_somewhere_to_go(option: str) -> None:
     result = runner.invoke(app, ["calibrate", option, "/no/such/folder/mine.json"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert option in result.stderr
     assert "the directory /no/such/folder does not exist" in result.stderr
 
@@ -207,11 +207,11 @@ def test_fitting_again_needs_recorded_steps(tmp_path: Path) -> None:
         if text is not None:
             other.write_text(text)
         result = runner.invoke(app, ["calibrate", "--refit", str(other)])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert message in result.stderr
         assert "Traceback" not in result.stderr
     result = runner.invoke(app, ["calibrate", "--refit", str(other), "--model", "mine.gguf"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--refit measures nothing" in result.stderr
 
 

@@ -117,7 +117,7 @@ def test_an_explicit_block_size(model: str) -> None:
 )
 def test_a_mistake_is_one_readable_line(model: str, arguments: list[str], message: str) -> None:
     result = runner.invoke(app, ["layout", model, *arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.stderr
 
 

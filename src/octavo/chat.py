@@ -108,14 +108,15 @@ def check_server(url: str) -> None:
     """See before the first line is typed that somebody listens at ``url``, whatever it answers.
 
     Raises:
-        ConfigError: nobody does.
+        ConnectionError: nobody does.
+        ConfigError: it is no address.
     """
     import httpx
 
     try:
         httpx.get(f"{_base(url)}/v1/models", timeout=httpx.Timeout(10, connect=5))
     except httpx.HTTPError as error:
-        raise ConfigError(f"no server can be reached at {url}: {error}") from error
+        raise ConnectionError(f"no server can be reached at {url}: {error}") from error
     except (httpx.InvalidURL, ValueError) as error:
         raise ConfigError(f"url {url!r} cannot be used: {error}") from error
 

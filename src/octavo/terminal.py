@@ -15,9 +15,9 @@ INTERRUPTED = 130
 
 
 @contextmanager
-def readable_errors(wrong_input: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Expected errors are one line on standard error and exit code 1, without a traceback; those of
-    ``wrong_input`` exit with 2, as an unknown option does."""
+def readable_errors() -> Iterator[None]:
+    """Expected errors are one line on standard error, without a traceback, and exit code 1; where
+    what was asked for is at fault (a `ValueError`), 2, as for an unknown option."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     for chatty in ("uvicorn.error", "httpx"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -27,7 +27,7 @@ def readable_errors(wrong_input: tuple[type[Exception], ...] = ()) -> Iterator[N
         if isinstance(error, typer.Exit):
             raise
         typer.echo(f"octavo: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, wrong_input) else 1) from error
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
 
 
 def print_json(value: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from engine.tiny_engine import build, pool, run, save_llama
 from octavo.core.plan import int_array
@@ -34,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_its_tokens_are_those_of_every_manager(
     script: dict[str, Any], model: Path, batch_size: int
 ) -> None:
-    reference = script["AutoModelForCausalLM"].from_pretrained(model).eval()
+    reference = AutoModelForCausalLM.from_pretrained(model).eval()
     reference.generation_config.eos_token_id = None
     found = script["generate"](reference, ITEMS, batch_size, seed=3)
     greedy = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -62,3 +64,16 @@ def test_the_whole_script(
     with pytest.raises(SystemExit):
         script["main"]([str(model), *sizes[:-1], "0"])
     assert "at least 1" in capsys.readouterr().err
+
+
+def test_what_it_takes_is_told_without_transformers(
+    script: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit) as told:
+        script["main"](["--help"])
+    assert told.value.code == 0
+    with pytest.raises(SystemExit) as refused:
+        script["main"](["model"])
+    assert refused.value.code == 2
+    assert "this measures Transformers, which cannot be imported" in capsys.readouterr().err

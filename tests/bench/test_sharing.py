@@ -132,7 +132,7 @@ def test_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plot_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["bench", "sharing", "--plot", "x.png"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "octavo[plots]" in result.stderr
 
 

@@ -35,5 +35,5 @@ def test_a_cluster_that_cannot_be() -> None:
         (["--replicas", "2", "--compare"], "--compare runs one engine"),
     ):
         found = CliRunner().invoke(app, ["bench", "simulator", *arguments])
-        assert found.exit_code == 1
+        assert found.exit_code == 2
         assert message in found.output

@@ -37,5 +37,5 @@ def test_outputs_have_the_workloads_lengths(tmp_path: Path) -> None:
 )
 def test_lengths_that_would_change_nothing_are_refused(arguments: list[str], message: str) -> None:
     found = CliRunner().invoke(app, arguments)
-    assert found.exit_code == 1
+    assert found.exit_code == 2
     assert message in found.output

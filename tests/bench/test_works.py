@@ -46,7 +46,7 @@ def test_shapes_and_lengths_are_in_the_package() -> None:
 @pytest.mark.parametrize("arguments", [["gpu"], ["gpu", "decode"], ["kernels"]])
 def test_without_a_gpu(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["bench", *arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "no CUDA device" in result.output
 
 

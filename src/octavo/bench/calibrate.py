@@ -132,6 +132,7 @@ def _measure_engine(
         from octavo.execution.kernels.linear import FEW_ROWS
 
         padded_sizes, few_rows = graphs.padded_sizes, FEW_ROWS
+    tell(f"{report.model}: {chosen.warm_rounds + chosen.rounds} rounds of steps, a while each")
     steps = measure_steps(core, report, chosen, tell, index)
     _close(core)
     return _Engine(

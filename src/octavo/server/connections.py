@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from octavo.server.errors import APIError
+from octavo.server.errors import LARGE_HEAD, APIError
 from octavo.server.gate import Gate
 
 if TYPE_CHECKING:
@@ -29,12 +29,6 @@ _CUT_OFF_LOG_INTERVAL_S = 10.0
 
 _LATE = APIError(
     "the request did not arrive in time; send it faster", status=408, code="request_timeout"
-)
-_LARGE_HEAD = APIError(
-    "the request's line and headers are larger than the server takes; send fewer or shorter ones, "
-    "and what is long in the body",
-    status=431,
-    code="request_headers_too_large",
 )
 _TOO_MANY = APIError(
     "there are too many connections; try again later (the server's --max-connections)",
@@ -142,7 +136,7 @@ class _LimitedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         # Called where the parser's error is caught, which knows better than ``msg``.
         if getattr(sys.exc_info()[1], "error_status_hint", 400) == 431:
-            self._answer(_LARGE_HEAD)
+            self._answer(LARGE_HEAD)
             return
         self._answer(APIError(f"{msg} The server speaks HTTP/1.1.", code="invalid_http"))
 

@@ -75,6 +75,14 @@ class APIError(Exception):
         )
 
 
+LARGE_HEAD = APIError(
+    "the request's line and headers are larger than the server takes; send fewer or shorter ones, "
+    "and what is long in the body",
+    status=431,
+    code="request_headers_too_large",
+)
+
+
 def unavailable(message: str) -> APIError:
     return APIError(message, status=503, kind="server_error", code="engine_unavailable")
 

@@ -17,10 +17,11 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.server.errors import APIError, as_api_error
+from octavo.server.errors import LARGE_HEAD, APIError, as_api_error
 
 # Probes and scrapers have no key.
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
+MAX_HEAD_BYTES = 64 * 1024
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,10 @@ class Gate:
             await send(message)
 
         try:
+            # The parser limits only what arrives piece by piece.
+            if _head_bytes(scope) > MAX_HEAD_BYTES:
+                await LARGE_HEAD.response()(scope, receive, send_and_note)
+                return
             await self._app(scope, receive, send_and_note)
         except Exception as error:
             logger.exception("a bug in the server", extra={"request_id": request_id})
@@ -89,6 +94,12 @@ class KeyCheck:
         given = _digest(key.strip())
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return kind.lower() == "bearer" and any(matches)
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Of a request's line and headers, as they were sent but for white space."""
+    line = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+    return line + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
 
 
 def _digest(key: str) -> bytes:

@@ -26,6 +26,7 @@ from octavo.engine.logs import configure_logs
 from octavo.model_store import KNOWN_MODELS, ensure_model, hub_name
 from octavo.server.app import ANY_NAME, create_app
 from octavo.server.connections import limited_protocol
+from octavo.server.gate import MAX_HEAD_BYTES
 from octavo.server.prefixes import read_prefix_files, register_files
 from octavo.server.protocol import PrefixRequest
 from octavo.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
@@ -33,7 +34,6 @@ from octavo.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_MAX_HEADER_BYTES = 64 * 1024
 # Beyond the drain: time to write the last answers.
 _LAST_ANSWERS_S = 5
 _TICK_S = 1.0
@@ -250,7 +250,7 @@ class _Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             backlog=_BACKLOG,
-            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_graceful_shutdown=math.ceil(limits.drain_timeout_s) + _LAST_ANSWERS_S,
         )
         super().__init__(config)

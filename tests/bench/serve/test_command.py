@@ -147,7 +147,7 @@ def interrupted_bench(fake: FakeServer, count: int, *arguments: str) -> tuple[in
 
 def test_where_nothing_is_served_the_exit_code_says_so(fake: FakeServer) -> None:
     result = bench(fake, "--rate", "inf", "--input-len", "13", "--plot", "/nowhere/x.png")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert not fake.bodies, "what cannot be written is found before anything is sent"
     result = bench(fake, "--rate", "inf", "--input-len", "13")
     assert result.exit_code == 1
@@ -182,7 +182,7 @@ def test_a_mistake_is_found_before_anything_is_sent(
     fake: FakeServer, arguments: list[str], message: str
 ) -> None:
     result = bench(fake, *arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.stderr
     assert not fake.bodies
 
@@ -192,7 +192,7 @@ def test_without_matplotlib_the_extra_is_named(
 ) -> None:
     monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     result = bench(fake, "--plot", "x.png")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "install the extra octavo[plots]" in result.stderr
     assert not fake.bodies
 

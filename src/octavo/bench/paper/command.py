@@ -116,11 +116,8 @@ def paper(
     as_json: options.AsJSON = False,
 ) -> None:
     """A figure of the papers, measured with the managers and the scheduler of this engine."""
-    from octavo.core.model_config import ModelLoadError
-    from octavo.model_store import ModelStoreError
-    from octavo.workload.items import WorkloadError
 
-    with readable_errors(wrong_input=(ConfigError, ModelLoadError, ModelStoreError, WorkloadError)):
+    with readable_errors():
         from octavo.bench.paper import output as files
         from octavo.bench.paper.registry import FIGURES
         from octavo.bench.paper.report import PaperOptions

@@ -121,11 +121,11 @@ class Sweep:
         """All requests at once, then ``count`` rates evenly up to the throughput of that.
 
         Raises:
-            ConfigError: the server completed no request of the first run.
+            RuntimeError: the server completed no request of the first run.
         """
         capacity = (await self.run(UNLIMITED))["request_throughput"]
         if not capacity:
-            raise ConfigError(
+            raise RuntimeError(
                 "no request was served when all came at once, so there is no rate to sweep up to: "
                 + "; ".join(self.reports[0]["errors"])
             )

@@ -34,12 +34,13 @@ ATTENTION_BACKENDS = (
     "stock",
     "mixed",
 )
-# Which read slots, contiguous addresses of any kind, and block tables.
-_OVER_SLOTS = ("stock", "mixed")
-_OVER_ADDRESSES = ("contiguous",)
+# Which read slots, and contiguous addresses of any kind; the others read block tables, which are
+# there under every manager.
+_OVER_SLOTS = ("mixed",)
+_OVER_ADDRESSES = ("contiguous", "stock")
 _DOES_NOT_GO_WITH = {
     "paged": (*_OVER_SLOTS, *_OVER_ADDRESSES),
-    # Its block tables are true ones, of consecutive blocks.
+    # Its block tables are true ones, of consecutive blocks, which are contiguous addresses, too.
     "contiguous": _OVER_SLOTS,
 }
 DEVICES = ("auto", "cpu", "cuda")
@@ -211,8 +212,8 @@ class EngineConfig:
         if self.attention in _DOES_NOT_GO_WITH.get(self.kv, ()):
             raise ConfigError(
                 f"attention={self.attention} does not go with kv={self.kv}: "
-                f"{', '.join(_OVER_SLOTS)} read slots, which only kv=virtual has, and "
-                f"{', '.join(_OVER_ADDRESSES)} reads contiguous addresses, which kv=paged has not; "
+                f"{', '.join(_OVER_SLOTS)} reads slots, which only kv=virtual has, and "
+                f"{', '.join(_OVER_ADDRESSES)} read contiguous addresses, which kv=paged has not; "
                 "use attention=auto"
             )
         if self.reserve is not None and self.kv != "contiguous":

@@ -170,7 +170,8 @@ Attention = Annotated[
     typer.Option(
         help="Attention backend: auto; on a CPU compiled, gather or contiguous; on a GPU triton, "
         "flash3 (FlashAttention-3 for long chunks), flashinfer (where it is installed), stock "
-        "(FlashAttention-2 and cuDNN) or mixed (slots for long chunks, tables elsewhere).",
+        "(FlashAttention-2 and cuDNN, under virtual or contiguous) or mixed (under virtual: slots "
+        "for long chunks, tables elsewhere).",
         rich_help_panel=_ENGINE,
     ),
 ]

@@ -271,6 +271,7 @@ def test_fp8_needs_a_gpu_that_has_it(
     [
         ({"attention": "flashinfer"}, None, "needs the package flashinfer-python, .* cannot be"),
         ({"attention": "flashinfer"}, object(), None),
+        ({"kv": "contiguous", "attention": "stock"}, None, None),
         ({"attention": "compiled"}, object(), "is for CPUs; use auto, triton, flash3, flashinfer"),
     ],
 )

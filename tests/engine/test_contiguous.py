@@ -119,7 +119,9 @@ def test_a_pool_without_room_for_one_reservation_says_so(model: Path) -> None:
         ({"scheduler": "dynamic"}, "scheduler must be one of continuous, static"),
         ({"swap_memory": "1MiB"}, "never preempts"),
         ({"preemption": "swap"}, "leave out preemption=swap"),
-        ({"attention": "stock"}, "stock does not go with kv=contiguous"),
+        ({"attention": "mixed"}, "mixed does not go with kv=contiguous"),
+        ({"attention": "stock"}, "stock needs a GPU; use attention=auto"),
+        ({"kv": "paged", "attention": "stock"}, "contiguous addresses, which kv=paged has not"),
         ({"kv": "paged", "attention": "contiguous"}, "does not go with kv=paged"),
     ],
 )

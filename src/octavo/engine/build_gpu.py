@@ -201,8 +201,8 @@ def _attention(config: EngineConfig) -> str:
         return "triton" if config.deterministic or find_flash3() is None else "flash3"
     if config.attention not in ("triton", "flash3", "flashinfer", "stock", "mixed"):
         raise ConfigError(
-            f"attention={config.attention} is for CPUs; use auto, triton, flash3, flashinfer, or, "
-            "with kv=virtual, stock or mixed on a GPU"
+            f"attention={config.attention} is for CPUs; use auto, triton, flash3, flashinfer, "
+            "stock (with kv=virtual or contiguous) or mixed (with kv=virtual) on a GPU"
         )
     if config.attention == "flash3" and find_flash3() is None:
         raise ConfigError(

@@ -16,7 +16,7 @@ from octavo.execution.attention.dense import is_supported
 from octavo.execution.attention.flash3 import find_flash3
 from octavo.execution.attention.flashinfer import FlashInferAttention, find_flashinfer
 from octavo.execution.attention.paged import PagedAttention
-from octavo.execution.attention.stock import StockAttention
+from octavo.execution.attention.stock import StockRunAttention, StockSlotAttention
 from octavo.execution.device import CUDADevice, Device
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.gpu_runner import GPUModel, GPURunner
@@ -28,6 +28,9 @@ from octavo.execution.pages.cuda import CudaPages, cuda_page_bytes
 from octavo.execution.pages.interface import host_page_bytes
 from octavo.execution.pages.memfd import MemfdPages
 from octavo.execution.virtual_device_arena import VirtualDeviceArena
+
+# What stock kernels read, by the KV manager.
+_STOCK = {"virtual": StockSlotAttention, "contiguous": StockRunAttention}
 
 
 class GPUParts:
@@ -75,6 +78,7 @@ class GPUParts:
             dtype_bytes=self.kv_dtype.itemsize,
             block_size=block_size or BLOCK_SIZE,
         )
+        self.kv = kv
         self.is_virtual = kv == "virtual"
         self.attention = attention
         self.flash3 = find_flash3() if attention == "flash3" else None
@@ -130,7 +134,7 @@ class GPUParts:
         model, limits = self.model, self.limits
         backend: Callable[..., PagedAttention] = PagedAttention
         if self.attention == "stock":
-            backend = StockAttention
+            backend = _STOCK[self.kv]
         elif self.attention == "flashinfer":
             backend = partial(
                 FlashInferAttention,

@@ -229,6 +229,7 @@ class GPURunner:
             self.position[forks.rows] = self.position[forks.parents]
             self._num_known[forks.rows] = 0
         self.rows.apply(plan.row_inits, forks, plan.table_deltas)
+        self.attention.follow(plan.row_inits, forks, plan.table_deltas)
         self.edits.send()
 
     def _start_row(self, init: RowInit) -> None:

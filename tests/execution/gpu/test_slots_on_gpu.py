@@ -15,7 +15,7 @@ from octavo.core.plan import MapBlocks, int_array
 from octavo.execution.attention.dense import PIECE, DenseChunk, dense_attention
 from octavo.execution.attention.flash3 import find_flash3
 from octavo.execution.attention.paged import PagedAttention, PagedStep, RowSpans
-from octavo.execution.attention.stock import StockAttention
+from octavo.execution.attention.stock import StockSlotAttention
 from octavo.execution.device import CUDADevice
 from octavo.execution.kernels.prefill_attention import PrefillTiles, tile_tokens
 from octavo.execution.models.rope import RopeTable
@@ -74,7 +74,7 @@ def flash3_attention(*args: Any, **options: Any) -> PagedAttention:
 
 
 @pytest.mark.parametrize(
-    "kind", [PagedAttention, StockAttention, pytest.param(flash3_attention, marks=NEEDS_FLASH3)]
+    "kind", [PagedAttention, StockSlotAttention, pytest.param(flash3_attention, marks=NEEDS_FLASH3)]
 )
 def test_no_kernel_reads_behind_what_is_mapped(kind: Callable[..., PagedAttention]) -> None:
     """Rows of one token, chunks, and a long one for cuDNN or FlashAttention-3, in one slot each;
@@ -170,7 +170,7 @@ def test_flash3_ends_at_the_last_mapped_page(start: int, count: int) -> None:
         assert out[:3].isnan().all()
 
 
-@pytest.mark.parametrize("kind", [PagedAttention, StockAttention])
+@pytest.mark.parametrize("kind", [PagedAttention, StockSlotAttention])
 def test_decode_alone_in_a_captured_graph_follows_what_is_remapped(
     kind: type[PagedAttention],
 ) -> None:

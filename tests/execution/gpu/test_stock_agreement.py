@@ -1,5 +1,6 @@
-"""Our kernel over block tables against stock kernels over slots: an engine's scores differ by no
-more than rounding to bfloat16 does, and the tokens it chooses only where two are as good.
+"""Our kernel over block tables against stock kernels over slots, and over runs of blocks: an
+engine's scores differ by no more than rounding to bfloat16 does, and the tokens it chooses only
+where two are as good.
 
 Greedy rows that once differ go their own ways, so that counts of equal tokens say little (see
 `test_slots_churn`). Here the places are looked at where they differ first: how far apart the two
@@ -30,11 +31,13 @@ NUM_TOP = 8
 KINDS: dict[str, dict[str, dict[str, str]]] = {
     "cuda": {
         "ours": {"kv": "paged", "attention": "triton"},
-        "stock": {"kv": "virtual", "attention": "stock"},
+        "slots": {"kv": "virtual", "attention": "stock"},
+        "runs": {"kv": "contiguous", "attention": "stock", "reserve": "oracle"},
     },
     "cpu": {
         "ours": {"kv": "paged", "attention": "compiled"},
-        "stock": {"kv": "virtual", "attention": "contiguous"},
+        "slots": {"kv": "virtual", "attention": "contiguous"},
+        "runs": {"kv": "contiguous", "attention": "contiguous", "reserve": "oracle"},
     },
 }
 
@@ -163,28 +166,30 @@ def check_agreement(
     }
     logprobs = {kind: np.concatenate([s.prompt for s in found]) for kind, found in scored.items()}
     errors = {kind: np.abs(found - exact) for kind, found in logprobs.items()}
-    apart = np.abs(logprobs["ours"] - logprobs["stock"])
-    pairs = list(zip(scored["ours"], scored["stock"], strict=True))
-    ties = [margin for ours, stock in pairs for margin in margins(ours, stock)]
-    rows = sum(ours.tokens != stock.tokens for ours, stock in pairs)
     for kind, error in errors.items():
         print(f"{kind} against float32: mean {error.mean():.2g}, largest {error.max():.2g}")
-    print(
-        f"{len(apart)} places apart: mean {apart.mean():.2g}, largest {apart.max():.2g}; other "
-        f"likeliest tokens at {len(ties)}, candidates at most {max(ties, default=0):.2g} apart; "
-        f"{rows} of {len(pairs)} rows of {num_tokens} chosen tokens differ"
-    )
     means = {kind: float(error.mean()) for kind, error in errors.items()}
     assert max(means.values()) < bounds.rounding
-    assert max(means.values()) < 1.25 * min(means.values()), "neither rounds worse"
-    assert apart.mean() < 1.5 * min(means.values())
-    assert apart.max() < bounds.largest
-    assert max(ties, default=0.0) < bounds.margin
+    assert max(means.values()) < 1.25 * min(means.values()), "none rounds worse"
+    for kind in ("slots", "runs"):
+        apart = np.abs(logprobs["ours"] - logprobs[kind])
+        pairs = list(zip(scored["ours"], scored[kind], strict=True))
+        ties = [margin for ours, stock in pairs for margin in margins(ours, stock)]
+        rows = sum(ours.tokens != stock.tokens for ours, stock in pairs)
+        print(
+            f"{kind}: {len(apart)} places apart: mean {apart.mean():.2g}, largest "
+            f"{apart.max():.2g}; other likeliest tokens at {len(ties)}, candidates at most "
+            f"{max(ties, default=0):.2g} apart; {rows} of {len(pairs)} rows of {num_tokens} chosen "
+            "tokens differ"
+        )
+        assert apart.mean() < 1.5 * min(means.values())
+        assert apart.max() < bounds.largest
+        assert max(ties, default=0.0) < bounds.margin
 
 
 @pytest.mark.parametrize(("dtype", "bounds"), [("bfloat16", BFLOAT16), ("float32", FLOAT32)])
 def test_a_cpus_kernels_differ_by_rounding_only(tmp_path: Path, dtype: str, bounds: Bounds) -> None:
-    """Compiled over tables, PyTorch's own over slots."""
+    """Compiled over tables, PyTorch's own over slots and runs."""
     pytest.importorskip("numba")
     shape = SHAPE | {"num_hidden_layers": 2, "max_position_embeddings": 512}
     check_agreement(tmp_path, "cpu", dtype, shape, (5, 95, 275), 16, bounds)

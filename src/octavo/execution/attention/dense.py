@@ -65,14 +65,27 @@ def dense_attention(
     is a slice that is wholly mapped, since these kernels load tiles by a tensor's shape.
     ``flash3`` attends instead of cuDNN.
     """
-    own = slice(chunk.offset, chunk.offset + chunk.count)
-    q = queries[own]
     length = chunk.start + chunk.count
     if tables is None:
         kv = kv_layer[chunk.row, :length]
     else:
-        kv = gather_keys(kv_layer, tables, chunk.row, length, dtype=q.dtype, kv_scales=kv_scales)
-    target = out[own]
+        kv = gather_keys(
+            kv_layer, tables, chunk.row, length, dtype=queries.dtype, kv_scales=kv_scales
+        )
+    attend_together(queries, kv, chunk, out, flash3)
+
+
+def attend_together(
+    queries: torch.Tensor,
+    kv: torch.Tensor,
+    chunk: DenseChunk,
+    out: torch.Tensor,
+    flash3: Flash3 | None = None,
+) -> None:
+    """As `dense_attention`, over the keys themselves: ``kv [start + count, K|V, kv_head,
+    head_dim]`` of the chunk's row, in any strides, all of it memory that may be read."""
+    own = slice(chunk.offset, chunk.offset + chunk.count)
+    q, target = queries[own], out[own]
     if flash3 is not None:
         target.copy_(flash3(q, kv))
         return

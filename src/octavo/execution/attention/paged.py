@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.core.plan import IntArray
+from octavo.core.plan import IntArray, RowForks, RowInit, TableDeltas
 from octavo.execution.attention.dense import DenseChunk, dense_attention, is_supported
 from octavo.execution.attention.flash3 import Flash3
 from octavo.execution.device_arena import DeviceArena
@@ -197,6 +197,10 @@ class PagedAttention:
                 dense_attention(
                     queries, self.layers[layer], step.tables, chunk, out, scales, self.flash3
                 )
+
+    def follow(self, inits: tuple[RowInit, ...], forks: RowForks, deltas: TableDeltas) -> None:
+        """What a plan changes of the rows' tables, in this order, before its step is run. Called on
+        the host, for those who have to know there where a row's blocks are."""
 
     def wants_spans(self, in_slots: bool) -> bool:
         """Whether steps of more than a token a row come with `RowSpans`, and are not captured."""

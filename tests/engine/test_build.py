@@ -291,25 +291,29 @@ def test_packages_that_a_gpu_may_use(
 
 
 @pytest.mark.parametrize(
-    ("asked", "is_dense", "kv_dtype", "message"),
+    ("asked", "is_dense", "kv_dtype", "head_dim", "message"),
     [
-        ("flash3", False, torch.bfloat16, "attention=flash3 is for long chunks in bfloat16"),
-        ("mixed", False, torch.float32, "attention=mixed is for long chunks"),
-        ("stock", True, torch.float32, "reads bfloat16 and float16 only, not float32"),
-        ("auto", False, torch.float32, None),
-        ("flash3", True, torch.bfloat16, None),
-        ("flashinfer", True, torch.bfloat16, None),
-        ("flashinfer", True, torch.float8_e4m3fn, "heads of 64, 128, 256, not float8_e4m3fn and"),
-        ("flashinfer", True, torch.float16, "as the model computes, .* not float16 and 64; use"),
+        ("flash3", False, torch.bfloat16, 64, "attention=flash3 is for long chunks in bfloat16"),
+        ("mixed", False, torch.float32, 64, "attention=mixed is for long chunks"),
+        ("stock", True, torch.float32, 64, "reads bfloat16 or float16, .* not float32 and 64"),
+        ("stock", True, torch.float16, 64, "as the model computes, .* not float16 and 64"),
+        ("stock", True, torch.bfloat16, 100, "a multiple of 8 up to 256, not bfloat16 and 100"),
+        ("stock", True, torch.bfloat16, 512, "a multiple of 8 up to 256, not bfloat16 and 512"),
+        ("stock", True, torch.bfloat16, 80, None),
+        ("auto", False, torch.float32, 64, None),
+        ("flash3", True, torch.bfloat16, 64, None),
+        ("flashinfer", True, torch.bfloat16, 64, None),
+        ("flashinfer", True, torch.float8_e4m3fn, 64, "64, 128, 256, not float8_e4m3fn and 64"),
+        ("flashinfer", True, torch.float16, 64, "as the model computes, .* not float16 and 64"),
     ],
 )
 def test_what_a_gpu_would_not_use_is_not_taken_silently(
-    asked: str, is_dense: bool, kv_dtype: torch.dtype, message: str | None
+    asked: str, is_dense: bool, kv_dtype: torch.dtype, head_dim: int, message: str | None
 ) -> None:
     pytest.importorskip("triton")
     from octavo.engine.build_gpu import _check_attention
 
-    model = SimpleNamespace(dtype=torch.bfloat16, head_dim=64)
+    model = SimpleNamespace(dtype=torch.bfloat16, head_dim=head_dim)
     parts: Any = SimpleNamespace(attends_densely=is_dense, kv_dtype=kv_dtype, model=model)
     if message is None:
         _check_attention(asked, parts)

@@ -168,20 +168,26 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
 
 def _check_attention(asked: str, parts: GPUParts) -> None:
     """Raises ConfigError where what was asked for by name would not be used, or cannot read."""
-    if asked == "stock" and parts.kv_dtype not in (torch.bfloat16, torch.float16):
+    kv_dtype = str(parts.kv_dtype).removeprefix("torch.")
+    head_dim = parts.model.head_dim
+    if asked == "stock" and (
+        parts.kv_dtype not in (torch.bfloat16, torch.float16)
+        or parts.kv_dtype != parts.model.dtype
+        or head_dim % 8
+        or head_dim > 256
+    ):
         raise ConfigError(
-            "attention=stock reads bfloat16 and float16 only, not "
-            f"{str(parts.kv_dtype).removeprefix('torch.')}; use attention=triton"
+            "attention=stock reads bfloat16 or float16, as the model computes, and heads of a "
+            f"multiple of 8 up to 256, not {kv_dtype} and {head_dim}; use attention=triton"
         )
     if asked == "flashinfer" and (
         parts.kv_dtype not in DTYPES
         or parts.kv_dtype != parts.model.dtype
-        or parts.model.head_dim not in HEAD_DIMS
+        or head_dim not in HEAD_DIMS
     ):
         raise ConfigError(
             "attention=flashinfer reads bfloat16 or float16, as the model computes, and heads of "
-            f"{', '.join(map(str, HEAD_DIMS))}, not {str(parts.kv_dtype).removeprefix('torch.')} "
-            f"and {parts.model.head_dim}; use attention=triton"
+            f"{', '.join(map(str, HEAD_DIMS))}, not {kv_dtype} and {head_dim}; use attention=triton"
         )
     if asked in ("flash3", "mixed") and not parts.attends_densely:
         raise ConfigError(

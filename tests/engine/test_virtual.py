@@ -222,25 +222,44 @@ def test_kernels_over_tables_read_the_pool_view(model: Path, attention: str) -> 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_mapping_that_fails_ends_its_requests_only(
+def test_a_mapping_that_fails_ends_nobody(
     model: Path, depth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The host allows fewer mappings than it said, for a while."""
+    """The host allows fewer mappings than it said, for a while: rows are read through their tables
+    and slots are mapped as soon as they can be."""
     core = build_virtual(model, 200, depth=depth, prefix_caching=False)
-    pages = arena_of(core).pages
+    arena = arena_of(core)
+    pages = arena.pages
     allowed, pages._max_mappings = pages._max_mappings, 0  # type: ignore[attr-defined]
-    request = REQUESTS[7]
-    core.scheduler.add(request)
+    half, steps = len(REQUESTS) // 2, 0
+    for request in REQUESTS[:half]:
+        core.scheduler.add(request)
+    while steps < 4:
+        core.step()
+        steps += 1
+    assert "slot 0 cannot be mapped" in caplog.text
+    assert "raise vm.max_map_count" in caplog.text
+    assert caplog.text.count("through their block tables meanwhile") == 1
+    pages._max_mappings = allowed  # type: ignore[attr-defined]
+    while core.has_work:
+        assert all(e.reason is not FinishReason.ERROR for e in core.step().finished)
+    assert "slots are mapped again" in caplog.text
+    pages._max_mappings = 0  # type: ignore[attr-defined]
+    assert run(core, REQUESTS) == alone()
+    pages._max_mappings = allowed  # type: ignore[attr-defined]
+    check(core, REQUESTS, alone())
+
+
+def test_a_slot_that_nobody_ordered_is_a_failed_step(model: Path) -> None:
+    """It would be a bug, and not to be read around."""
+    core = build_virtual(model, 200, prefix_caching=False)
+    arena_of(core)._slots.order = lambda command: None  # type: ignore[method-assign]
+    core.scheduler.add(REQUESTS[7])
     finished = []
     while core.has_work:
         finished += core.step().finished
-    (end,) = finished
-    assert end.reason is FinishReason.ERROR
-    assert end.error is not None
-    assert "slot 0 cannot be mapped" in end.error
-    assert "raise vm.max_map_count" in end.error
-    pages._max_mappings = allowed  # type: ignore[attr-defined]
-    check(core, REQUESTS, alone())
+    assert [end.reason for end in finished] == [FinishReason.ERROR]
+    assert "shows nothing at place" in str(finished[0].error)
 
 
 def test_a_block_that_cannot_be_mapped_is_refused(model: Path) -> None:

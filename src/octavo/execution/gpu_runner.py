@@ -7,7 +7,7 @@ never reads the device to plan the next step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,8 +129,10 @@ class GPURunner:
             for fan_out in plan.fan_outs:
                 for row in fan_out.destination_rows:
                     self.position[row] = self.position[fan_out.source_row]
-            if batch.is_mapped and self.arena.slots is not None:
-                self.arena.slots.require(batch.rows, starts + batch.num_scheduled_tokens)
+            slots = self.arena.slots
+            if batch.is_mapped and slots is not None:
+                is_mapped = slots.can_show(batch.rows, starts + batch.num_scheduled_tokens)
+                batch = batch if is_mapped else replace(batch, is_mapped=False)
             rows = plan.sampled_rows()
             indices = self.position[rows].astype(np.int64)
             edited = self.edits.needs(rows, indices)

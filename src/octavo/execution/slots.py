@@ -12,6 +12,7 @@ surface there, at the step that would touch the place::
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
@@ -24,6 +25,13 @@ from octavo.core.layout import KVLayout, num_blocks_for
 from octavo.core.plan import NULL_BLOCK, IntArray, MapBlocks
 from octavo.execution.pages.interface import AddressRange, PageError, Pages
 from octavo.execution.pages.ledger import runs
+
+logger = logging.getLogger(__name__)
+
+
+class MappingRefusedError(PageError):
+    """The system did not map what was ordered. Another try may succeed."""
+
 
 THREAD_NAME = "octavo-mapping"
 # Places that are mapped before somebody else's turn: 4 ms of a driver's time.
@@ -69,6 +77,7 @@ class Slots:
             self.max_mapped_blocks = max(min(self.max_mapped_blocks, free), 0)
             self.num_spare_mappings = max(free - self.max_mapped_blocks, 0)
         self._num_null = 0
+        self._is_refused = False
         self.mapper = Mapper(pages, addresses, self.num_places, num_slots)
 
     @property
@@ -94,10 +103,26 @@ class Slots:
         """See to it that ``slots`` show what was ordered for their first ``lengths`` tokens.
 
         Raises:
-            PageError: the system refuses a mapping, which will be tried again, or one was never
-                ordered: touching it would end the process.
+            MappingRefusedError: the system refuses a mapping, which will be tried again.
+            PageError: one was never ordered: touching it would end the process.
         """
         self.mapper.require(slots, -(-lengths // self.block_size))
+
+    def can_show(self, slots: IntArray, lengths: IntArray) -> bool:
+        """`require`, or False where the system refuses: rows are read through their tables then,
+        so that nobody's request ends for it. What is refused is tried again with every step, and
+        told once."""
+        try:
+            self.require(slots, lengths)
+        except MappingRefusedError as error:
+            if not self._is_refused:
+                logger.warning("%s; rows are read through their block tables meanwhile", error)
+            self._is_refused = True
+            return False
+        if self._is_refused:
+            logger.warning("slots are mapped again")
+        self._is_refused = False
+        return True
 
 
 def _first_piece(wanted: Wanted) -> tuple[Wanted, Wanted]:
@@ -164,7 +189,9 @@ class Mapper:
                     self._changed.wait()
                 for slot, (wanted, error) in self._failed.items():
                     if min(wanted) < needed.get(slot, 0):
-                        raise PageError(f"slot {slot} cannot be mapped: {error}") from error
+                        raise MappingRefusedError(
+                            f"slot {slot} cannot be mapped: {error}"
+                        ) from error
             missing = np.flatnonzero(self._num_shown[slots] < counts)
             if len(missing):
                 slot = int(slots[missing[0]])

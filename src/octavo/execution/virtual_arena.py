@@ -77,8 +77,8 @@ class VirtualArena(Arena):
         return self._slots.num_mapped_blocks
 
     def obey(self, commands: tuple[KVCommand, ...]) -> tuple[int, ...]:
-        """See `Arena.obey`. A place that cannot be mapped fails the step that reads it (`require`),
-        not the one that ordered it: others may go on."""
+        """See `Arena.obey`. A place that cannot be mapped concerns the steps that read it
+        (`can_show`), not the one that ordered it."""
         others = []
         for command in commands:
             if isinstance(command, MapBlocks):
@@ -101,6 +101,10 @@ class VirtualArena(Arena):
     def require(self, rows: IntArray, lengths: IntArray) -> None:
         """See `Slots.require`."""
         self._slots.require(rows, lengths)
+
+    def can_show(self, rows: IntArray, lengths: IntArray) -> bool:
+        """See `Slots.can_show`."""
+        return self._slots.can_show(rows, lengths)
 
 
 def close_at_end(owner: object, close: Callable[[], None]) -> None:

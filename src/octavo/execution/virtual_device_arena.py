@@ -64,7 +64,7 @@ class VirtualDeviceArena(DeviceArena):
         return self._slots
 
     def obey(self, commands: tuple[KVCommand, ...]) -> tuple[int, ...]:
-        """See `DeviceArena.obey`. A place that cannot be mapped fails the step that reads it."""
+        """See `DeviceArena.obey`. A place that cannot be mapped concerns the steps that read it."""
         others = []
         for command in commands:
             if isinstance(command, MapBlocks):

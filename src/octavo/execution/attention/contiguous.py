@@ -11,7 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.execution.arena import Arena
-from octavo.execution.attention.gather import attend_row, rotate, visible_keys
+from octavo.execution.attention.gather import (
+    GatherAttention,
+    attend_row,
+    rotate,
+    visible_keys,
+)
 from octavo.execution.attention.interface import StepAttention, StepRows
 from octavo.execution.models.rope import RopeTable
 from octavo.execution.virtual_arena import VirtualArena
@@ -27,10 +32,12 @@ class ContiguousAttention:
         self.num_heads = num_heads
         self.rope = rope
         self.sliding_window = sliding_window
+        self._gathering = GatherAttention(arena, num_heads, rope, sliding_window)
 
     def plan(self, step: StepRows) -> StepAttention:
-        """Raises `PageError` when a row's slot could not be mapped."""
-        self.arena.require(step.rows, step.starts + step.counts)
+        """Where a row's slot cannot be mapped all are read through their tables."""
+        if not self.arena.can_show(step.rows, step.starts + step.counts):
+            return self._gathering.plan(step)
         slots = self.arena.slots
         firsts = step.rows.astype(np.int64) * slots.shape[1]
         tokens = slots.flatten(0, 1)

@@ -218,6 +218,7 @@ def test_what_changes_of_rows_is_sent_where_the_step_fails(
         outputs = core.step()
         assert [finished.reason for finished in outputs.finished] == [FinishReason.ERROR]
     (init,) = plans[0].row_inits
+    runner.device.synchronize()
     table = runner.rows.tables[init.row, : len(init.block_ids)]
     assert table.tolist() == init.block_ids.tolist()
     assert run(core, asked) == expected

@@ -158,9 +158,7 @@ class GPUParts:
 
     def _arena(self, num_blocks: int, num_host_blocks: int, max_blocks: int | None) -> DeviceArena:
         limits = self.limits
-        sizes = (
-            self.layout, num_blocks, self.kv_dtype, self.device, num_host_blocks, limits.depth
-        )  # fmt: skip
+        sizes = (self.layout, num_blocks, self.kv_dtype, self.device, num_host_blocks)
         if not self.is_virtual:
             return DeviceArena(*sizes)
         kind = CudaPages if isinstance(self.device, CUDADevice) else MemfdPages

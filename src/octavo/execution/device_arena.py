@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -17,10 +18,6 @@ from octavo.execution.device import CUDADevice, Device, Event
 from octavo.execution.kernels.block_copy import copy_blocks
 from octavo.execution.slots import Slots
 from octavo.execution.staging import Staging
-
-# Of one launch. Without sharing a plan copies whole sequences; it then takes several.
-_MAX_COPIES = 4096
-_ALIGN = 16
 
 
 class DeviceArena:
@@ -36,7 +33,6 @@ class DeviceArena:
         dtype: torch.dtype,
         device: Device,
         num_host_blocks: int = 0,
-        depth: int = 2,
     ) -> None:
         if dtype.itemsize != layout.dtype_bytes:
             raise ValueError(f"{dtype} does not have {layout.dtype_bytes} bytes an element")
@@ -50,7 +46,6 @@ class DeviceArena:
         if num_host_blocks:
             is_cuda = isinstance(device, CUDADevice)
             self.host = torch.empty(num_host_blocks + 1, *shape, dtype=dtype, pin_memory=is_cuda)
-        self._copies = Staging(device, 2 * _MAX_COPIES, depth)
         self._side = torch.cuda.Stream() if isinstance(device, CUDADevice) else None
         self._arriving: dict[int, Event] = {}
         # Swap-outs by the number of the plan that started them. Its blocks may be given to others
@@ -72,21 +67,21 @@ class DeviceArena:
         """What became of the pool's memory in the plan that was obeyed last, where that resized."""
         return None
 
-    def obey(self, commands: tuple[KVCommand, ...]) -> tuple[int, ...]:
-        """Start a plan's commands. Returns the transfers that were started; see `arrived`."""
+    def obey(self, commands: tuple[KVCommand, ...], staging: Staging) -> tuple[int, ...]:
+        """Start a plan's commands; copies once ``staging`` sends what they copy. Returns the
+        transfers among them; see `arrived`."""
         started = []
         while self._leaving and self._leaving[0][0] <= self._num_collected:
             self._wait_for(self._leaving.popleft()[1])
         self.num_obeyed += 1
         for command in commands:
             if isinstance(command, CopyBlocks):
-                self._copy_inside(command)
+                copy = partial(copy_blocks, self.kv)
+                staging.then(copy, command.sources, command.destinations)
             elif isinstance(command, SwapOut):
-                event = self._swap(command.block_ids, command.host_block_ids, is_out=True)
-                self._leaving.append((self.num_obeyed, event))
+                staging.then(partial(self._swap_out, command, self.num_obeyed))
             elif isinstance(command, SwapIn):
-                event = self._swap(command.block_ids, command.host_block_ids, is_out=False)
-                self._arriving[command.transfer_id] = event
+                staging.then(partial(self._swap_in, command))
                 started.append(command.transfer_id)
         return tuple(started)
 
@@ -106,16 +101,13 @@ class DeviceArena:
             del self._arriving[transfer]
         return done
 
-    def _copy_inside(self, command: CopyBlocks) -> None:
-        for first in range(0, len(command.sources), _MAX_COPIES):
-            part = slice(first, first + _MAX_COPIES)
-            count = len(command.sources[part])
-            padded = -(-count // _ALIGN) * _ALIGN
-            host = self._copies.host()
-            host[:count] = command.sources[part]
-            host[padded : padded + count] = command.destinations[part]
-            sent = self._copies.send(padded + count)
-            copy_blocks(self.kv, sent[:count], sent[padded:])
+    def _swap_out(self, command: SwapOut, number: int) -> None:
+        event = self._swap(command.block_ids, command.host_block_ids, is_out=True)
+        self._leaving.append((number, event))
+
+    def _swap_in(self, command: SwapIn) -> None:
+        event = self._swap(command.block_ids, command.host_block_ids, is_out=False)
+        self._arriving[command.transfer_id] = event
 
     def _swap(self, block_ids: IntArray, host_ids: IntArray, *, is_out: bool) -> Event:
         assert self.host is not None, "the plan swaps, but there is no host memory"

@@ -7,6 +7,9 @@ and row, 0.5 MB of a vocabulary of 128 thousand.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,13 +19,14 @@ from octavo.execution.device import Device
 from octavo.execution.device_rows import DeviceRows
 from octavo.execution.kernels import logit_edits as edits
 from octavo.execution.kernels.logit_edits import EditedRows, EditState, edit_logits, record_tokens
+from octavo.execution.kernels.row_state import scatter
 from octavo.execution.kernels.sampling import (
     SampledRows,
     SamplingWorkspace,
     argmax_tokens,
     sample_tokens,
 )
-from octavo.execution.staging import Staging, Write
+from octavo.execution.staging import Staging
 
 # Rows whose edited logits exist at a time: 33 MB of a vocabulary of 128 thousand.
 _SLICE = 64
@@ -41,11 +45,26 @@ def most_bytes(max_num_seqs: int, vocab_size: int) -> int:
     return 4 * (words + min(max_num_seqs, _SLICE) * vocab_size)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EditedSample:
+    """Rows of a step that change their logits. ``sent [5, count or more]`` are, once the step has
+    sent: where their logits are, rows, their slots, the indices of their tokens and of those
+    before."""
+
+    count: int
+    sent: torch.Tensor
+    has_biases: bool
+    has_phrases: bool
+    is_random: bool
+
+
 class DeviceEdits:
     """Implements, for the rows of a GPU, what `octavo.execution.sampling.sampler.Sampler` does
     between logits and choosing: the same changes in the same order."""
 
-    def __init__(self, device: Device, max_num_seqs: int, vocab_size: int, depth: int) -> None:
+    def __init__(
+        self, device: Device, max_num_seqs: int, vocab_size: int, staging: Staging
+    ) -> None:
         self.vocab_size = vocab_size
         self._device = device
         self._max_num_seqs = max_num_seqs
@@ -59,9 +78,9 @@ class DeviceEdits:
         self._state: EditState | None = None
         self._fills: list[tuple[int, int]] = []
         self._writes: list[tuple[str, NDArray[np.int64], IntArray]] = []
-        self._staging = Staging(device, 1 << 17, depth)
+        self._staging = staging
         padded = -(-max_num_seqs // _ALIGN) * _ALIGN
-        self._inputs = Staging(device, 5 * padded, depth)
+        staging.reserve(5 * padded)
         place = device.torch_device
         size = min(_SLICE, padded)
         self._order = torch.arange(size, dtype=torch.int32, device=place)
@@ -78,7 +97,7 @@ class DeviceEdits:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def set_row(self, init: RowInit) -> None:
-        """A row starts, new or resumed; `send` makes it known to the device."""
+        """A row starts, new or resumed; `put` makes it known to the device."""
         row, params = init.row, init.params
         num_prompt = len(init.token_ids) if init.num_prompt_tokens is None else (
             init.num_prompt_tokens
@@ -162,8 +181,8 @@ class DeviceEdits:
         values = [int_array([len(phrase), *phrase]) for phrase in phrases]
         self._writes.append(("phrases", np.concatenate(places), np.concatenate(values)))
 
-    def send(self) -> None:
-        """Bring what rows started with to the device, behind the steps that were started before."""
+    def put(self) -> None:
+        """Have what rows started with sent, behind the steps that were started before."""
         if not self._fills:
             return
         fills, writes = self._fills, self._writes
@@ -171,57 +190,68 @@ class DeviceEdits:
         state = self._fitted(has_phrases=any(name == "phrases" for name, _, _ in writes))
         for slot, base in fills:
             state.words[slot].fill_(base)
-        self._staging.scatter(
-            [
-                Write(getattr(state, name).view(-1), places, values)
-                for name, places, values in writes
-            ]
-        )
+        for target in {name: None for name, _, _ in writes}:
+            own = [(places, values) for name, places, values in writes if name == target]
+            places, values = map(np.concatenate, zip(*own, strict=True))
+            self._staging.then(partial(scatter, getattr(state, target).view(-1)), places, values)
 
     def needs(self, rows: IntArray, indices: NDArray[np.int64]) -> BoolArray:
         """Which of ``rows`` change their logits before the token at ``indices``."""
         edited: BoolArray = indices < self._until[rows]
         return edited
 
-    def sample(
+    def put_sampled(
         self,
-        logits: torch.Tensor,
         places: NDArray[np.int64],
         rows: IntArray,
         indices: NDArray[np.int64],
-        device_rows: DeviceRows,
-        out: torch.Tensor,
         *,
         is_random: bool,
-    ) -> None:
-        """Sample for ``rows``, whose ``logits`` are at ``places``, what stands at ``indices`` of
-        their sequences; into ``out`` at their places, and into the rows."""
-        assert self._state is not None
+    ) -> EditedSample:
+        """Have sent what `sample` needs of ``rows``, whose logits are at ``places`` of the step's,
+        to sample what stands at ``indices`` of their sequences."""
         count = len(rows)
         padded = -(-count // _ALIGN) * _ALIGN
-        host = self._inputs.host()
+        host, sent = self._staging.take(5 * padded)
         for part, values in enumerate((places, rows, self._slot[rows], indices, indices - 1)):
             host[part * padded : part * padded + count] = values
-        sent = self._inputs.send(5 * padded)
+        return EditedSample(
+            count,
+            sent.view(5, padded),
+            has_biases=bool(self._has_biases[rows].any()),
+            has_phrases=bool(self._has_phrases[rows].any()),
+            is_random=is_random,
+        )
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        sample: EditedSample,
+        device_rows: DeviceRows,
+        out: torch.Tensor,
+    ) -> None:
+        """Sample from ``logits`` what was put, into ``out`` at its places, and into the rows."""
+        assert self._state is not None
         if self._logits is None:
             shape = (len(self._order), self.vocab_size)
             self._logits = torch.empty(shape, dtype=torch.float32, device=logits.device)
-        has_biases = bool(self._has_biases[rows].any())
-        has_phrases = bool(self._has_phrases[rows].any())
-        for first in range(0, count, len(self._order)):
-            size = min(len(self._order), count - first)
-            at, row, slot, index, before = (
-                sent[part * padded + first :][:size] for part in range(5)
-            )
+        for first in range(0, sample.count, len(self._order)):
+            size = min(len(self._order), sample.count - first)
+            at, row, slot, index, before = sample.sent[:, first : first + size]
             edited = EditedRows(at, slot, index)
             own, tokens = self._logits[:size], self._tokens[:size]
             edit_logits(
-                logits, edited, self._state, own, has_biases=has_biases, has_phrases=has_phrases
+                logits,
+                edited,
+                self._state,
+                own,
+                has_biases=sample.has_biases,
+                has_phrases=sample.has_phrases,
             )
             sampled = SampledRows(self._order[:size], row, before, device_rows.num_rows)
             last, position = device_rows.last_token, device_rows.position
             argmax_tokens(own, sampled, self._workspace, tokens, last, position)
-            if is_random:
+            if sample.is_random:
                 sample_tokens(own, sampled, device_rows.sampling, self._workspace, tokens, last)
             record_tokens(tokens, edited, self._state, out)
 

@@ -1,18 +1,21 @@
 """The persistent rows on a device: last token, position, sampling parameters, block table.
 
 All of it is one int32 buffer, so that whatever changed before a step, rows that start as well as
-single table entries, is one copy of places and values and one kernel.
+single table entries, is one kernel over places and values.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 import torch
 
 from octavo.core.plan import IntArray, RowForks, RowInit, TableDeltas
 from octavo.execution.device import Device
+from octavo.execution.kernels.row_state import scatter
 from octavo.execution.kernels.sampling import SamplingState
-from octavo.execution.staging import Int64Array, Staging, Write
+from octavo.execution.staging import Int64Array, Staging
 
 _ALIGN = 32  # ints; kernels are compiled for aligned addresses
 
@@ -24,7 +27,7 @@ class DeviceRows:
     ``last_token``, ``position`` int32 ``[rows + 1]``; ``tables`` int32 ``[rows + 1, max_blocks]``.
     """
 
-    def __init__(self, device: Device, max_num_seqs: int, max_blocks: int, depth: int = 2) -> None:
+    def __init__(self, device: Device, max_num_seqs: int, max_blocks: int) -> None:
         self.num_rows = max_num_seqs
         self.width = -(-max_blocks // _ALIGN) * _ALIGN
         stride = -(-(max_num_seqs + 1) // _ALIGN) * _ALIGN
@@ -48,28 +51,30 @@ class DeviceRows:
             min_p=self._field("min_p").view(torch.float32),
             seed=seeds.view(torch.int64),
         )
-        # Each is sent once a step at most, so that none is waited for while steps run.
-        self._staging = Staging(device, 2 * (1 << 16), depth)
-        self._forked = Staging(device, 3 * stride, depth)
-        self._after_forks = Staging(device, 2 * (1 << 16), depth)
 
     def _field(self, name: str) -> torch.Tensor:
         return self._state[self._starts[name] :][: self.num_rows + 1]
 
-    def apply(self, inits: tuple[RowInit, ...], forks: RowForks, deltas: TableDeltas) -> None:
-        """Make the changes of a plan, in this order."""
-        writes = [Write(self._state, *self._init(init)) for init in inits]
-        changed = []
+    def apply(
+        self, inits: tuple[RowInit, ...], forks: RowForks, deltas: TableDeltas, staging: Staging
+    ) -> None:
+        """Have the changes of a plan made once ``staging`` sends, in this order."""
+        writes = [self._init(init) for init in inits]
+        if len(forks):
+            self._write(writes, staging)
+            staging.then(self._fork, forks.rows, forks.parents, forks.token_ids)
+            writes = []
         if len(deltas):
             rows = deltas.rows.astype(np.int64)
             places = self._tables_start + rows * self.width + deltas.indices
-            changed = [Write(self._state, places, deltas.block_ids)]
-        if not len(forks):
-            self._staging.scatter(writes + changed)
-            return
-        self._staging.scatter(writes)
-        self._fork(forks)
-        self._after_forks.scatter(changed)
+            writes.append((places, deltas.block_ids))
+        self._write(writes, staging)
+
+    def _write(self, writes: list[tuple[Int64Array, IntArray]], staging: Staging) -> None:
+        """Places and values, of which no two touch one place."""
+        if writes:
+            places, values = map(np.concatenate, zip(*writes, strict=True))
+            staging.then(partial(scatter, self._state), places, values)
 
     def _init(self, init: RowInit) -> tuple[Int64Array, IntArray]:
         row, params, starts = init.row, init.params, self._starts
@@ -93,14 +98,7 @@ class DeviceRows:
         value[8:] = init.block_ids
         return place, value
 
-    def _fork(self, forks: RowForks) -> None:
-        count = len(forks)
-        padded = -(-count // _ALIGN) * _ALIGN
-        host = self._forked.host()
-        for part, values in enumerate((forks.rows, forks.parents, forks.token_ids)):
-            host[part * padded : part * padded + count] = values
-        sent = self._forked.send(3 * padded)
-        rows, parents, token_ids = (sent[part * padded :][:count] for part in range(3))
+    def _fork(self, rows: torch.Tensor, parents: torch.Tensor, token_ids: torch.Tensor) -> None:
         # Read before written: the right side is gathered into new memory.
         self.tables[rows] = self.tables[parents]
         self.position[rows] = self.position[parents]

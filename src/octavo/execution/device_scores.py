@@ -24,7 +24,6 @@ from octavo.execution.sampling.logprobs import (
 from octavo.execution.sampling.prompts import ScoredPart
 from octavo.execution.staging import Staging
 
-_ALIGN = 16
 _NO_LOGPROBS = -1
 
 
@@ -80,15 +79,24 @@ class DeviceScores:
     """The log probabilities that a GPU's rows ask for."""
 
     def __init__(
-        self, device: Device, max_num_seqs: int, max_num_batched_tokens: int, depth: int
+        self,
+        device: Device,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        depth: int,
+        staging: Staging,
     ) -> None:
         self._device = device
+        self._vocab_size = vocab_size
+        self._staging = staging
         self._num_logprobs: IntArray = np.full(max_num_seqs, _NO_LOGPROBS, dtype=np.int32)
-        padded = -(-max_num_seqs // _ALIGN) * _ALIGN
-        self._sampled = Staging(device, padded, depth)
-        self._prompts = Staging(device, max_num_batched_tokens, depth)
+        staging.reserve(max_num_seqs)
+        staging.reserve(max_num_batched_tokens)
         self._results: list[torch.Tensor | None] = [None] * (depth + 1)
         self._turn = 0
+        # What was put for the step, on the device.
+        self._sampled = self._prompts = torch.empty(0, dtype=torch.int32)
         self._found: list[torch.Tensor] = []
         self._pending: PendingScores | None = None
 
@@ -103,58 +111,66 @@ class DeviceScores:
         """Which of ``rows`` ask for log probabilities."""
         return np.flatnonzero(self._num_logprobs[rows] != _NO_LOGPROBS)
 
-    def score_sampled(
-        self, logits: torch.Tensor, rows: IntArray, places: NDArray[np.int64], out: torch.Tensor
-    ) -> None:
-        """Score the tokens ``out [n]`` of ``rows [n]`` at ``places``, under ``logits [n, vocab]``
-        as the model made them."""
+    def put_sampled(self, rows: IntArray, places: NDArray[np.int64]) -> None:
+        """Have sent what `score_sampled` needs: ``places`` among a step's ``rows [n]``."""
         pending = self._begun()
-        num_top = np.minimum(self._num_logprobs[rows[places]], np.int32(logits.shape[1]))
+        num_top = np.minimum(self._num_logprobs[rows[places]], np.int32(self._vocab_size))
         widths = np.array([top_width(count) for count in num_top.tolist()])
         order = np.argsort(widths, kind="stable")
-        host = self._sampled.host()
-        host[: len(order)] = places[order]
-        sent = self._sampled.send(len(order))
+        host, self._sampled = self._staging.take(len(order))
+        host[:] = places[order]
         first = 0
         for width in np.unique(widths).tolist():
             which = order[first : first + int((widths == width).sum())]
-            group = _Group(which, num_top[which], min(width, logits.shape[1]))
-            pending.sampled.append(group)
-            for start in range(first, first + len(which), PROMPT_SLICE):
-                index = sent[start : min(start + PROMPT_SLICE, first + len(which))]
+            pending.sampled.append(_Group(which, num_top[which], min(width, self._vocab_size)))
+            first += len(which)
+        pending.places = places.astype(np.int32)
+
+    def score_sampled(self, logits: torch.Tensor, out: torch.Tensor) -> None:
+        """Score the tokens ``out [n]`` at the places that were put, under ``logits [n, vocab]`` as
+        the model made them."""
+        assert self._pending is not None
+        first = 0
+        for group in self._pending.sampled:
+            last = first + len(group.places)
+            for start in range(first, last, PROMPT_SLICE):
+                index = self._sampled[start : min(start + PROMPT_SLICE, last)]
                 # Logits that are not finite have no token; their rows end when it is collected.
                 chosen = out.index_select(0, index).clamp_(min=0)
                 own = logits.index_select(0, index).float()
                 self._found.append(_packed(own, chosen, group.width))
-            first += len(which)
-        pending.places = places.astype(np.int32)
+            first = last
 
-    def score_prompts(
-        self,
-        parts: Iterable[ScoredPart],
-        hidden: torch.Tensor,
-        logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Score prompts' tokens from the states ``hidden [tokens, hidden]`` of a step."""
+    def put_prompts(self, parts: Iterable[ScoredPart]) -> None:
+        """Have sent the tokens that `score_prompts` scores."""
         found = tuple(parts)
         if not found:
             return
         pending = self._begun()
-        host, offset = self._prompts.host(), 0
-        for part in found:
-            host[offset : offset + len(part.token_ids)] = part.token_ids
-            offset += len(part.token_ids)
-        sent, offset = self._prompts.send(offset), 0
+        host, self._prompts = self._staging.take(sum(len(part.token_ids) for part in found))
+        np.concatenate([part.token_ids for part in found], out=host)
         for part in found:
             count = len(part.token_ids)
-            width = 0
+            num_top = min(part.num_top, self._vocab_size)
+            group = _Group(
+                np.arange(count),
+                np.full(count, num_top, dtype=np.int32),
+                min(top_width(part.num_top), self._vocab_size),
+            )
+            pending.parts.append((part, group))
+
+    def score_prompts(
+        self, hidden: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Score the prompts that were put from the states ``hidden [tokens, hidden]`` of a step."""
+        offset = 0
+        for part, group in () if self._pending is None else self._pending.parts:
+            count = len(part.token_ids)
             for start in range(0, count, PROMPT_SLICE):
                 end = min(start + PROMPT_SLICE, count)
                 own = logits(hidden[part.offset + start : part.offset + end]).float()
-                width = min(top_width(part.num_top), own.shape[1])
-                self._found.append(_packed(own, sent[offset + start : offset + end], width))
-            num_top = np.full(count, min(part.num_top, own.shape[1]), dtype=np.int32)
-            pending.parts.append((part, _Group(np.arange(count), num_top, width)))
+                tokens = self._prompts[offset + start : offset + end]
+                self._found.append(_packed(own, tokens, group.width))
             offset += count
 
     def finish(self) -> PendingScores | None:

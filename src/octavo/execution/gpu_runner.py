@@ -1,13 +1,16 @@
 """One step on a GPU: started here, collected later. Nothing is waited for in between.
 
 Rows persist on the device and a plan sends what changed, so a steady decode step is one launch of a
-captured graph (`graphs`). The host knows every row's position, since plans say how far rows go; it
+captured graph (`graphs`). Whatever else a step needs is put together first and sent in one copy
+(`staging`). The host knows every row's position, since plans say how far rows go; it
 never reads the device to plan the next step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,8 +35,12 @@ from octavo.execution.device_arena import DeviceArena
 from octavo.execution.device_edits import DeviceEdits
 from octavo.execution.device_rows import DeviceRows
 from octavo.execution.device_scores import DeviceScores, PendingScores
-from octavo.execution.graphs import StepGraphs
+from octavo.execution.graphs import Forward, StepGraphs
 from octavo.execution.sampling.prompts import PromptScorer
+from octavo.execution.staging import Staging
+
+# Of places and values in one copy, 1 MiB: what rows start with, and whatever else changes of them.
+_ROOM = 1 << 18
 
 
 class GPUModel(Protocol):
@@ -88,7 +95,8 @@ class GPURunner:
         self.attention = attention
         self.device = device
         max_blocks = num_blocks_for(max_model_len, arena.layout.block_size)
-        self.rows = DeviceRows(device, max_num_seqs, max_blocks, depth)
+        self.staging = Staging(device, depth, _ROOM)
+        self.rows = DeviceRows(device, max_num_seqs, max_blocks)
         self.graphs = StepGraphs(
             model,
             attention,
@@ -96,11 +104,13 @@ class GPURunner:
             device,
             num_kv_heads=arena.layout.num_kv_heads,
             max_num_batched_tokens=max_num_batched_tokens,
-            depth=depth,
+            staging=self.staging,
             capture=capture,
         )
-        self.edits = DeviceEdits(device, max_num_seqs, vocab_size, depth)
-        self.scores = DeviceScores(device, max_num_seqs, max_num_batched_tokens, depth)
+        self.edits = DeviceEdits(device, max_num_seqs, vocab_size, self.staging)
+        self.scores = DeviceScores(
+            device, max_num_seqs, max_num_batched_tokens, vocab_size, depth, self.staging
+        )
         self.position: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self._known: list[IntArray] = [int_array([])] * max_num_seqs
         self._num_known: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
@@ -118,62 +128,15 @@ class GPURunner:
         with self.device.context():
             self._await_readers(plan)
             self.scores.start()
-            self._apply(plan)
-            transfers = self.arena.obey(plan.commands)
-            batch = plan.batch
-            if not len(batch.rows):
-                return self._pending(plan, 0, transfers)
-            starts = self.position[batch.rows]
-            # Advanced first: a step that fails must not put the one behind it out of step.
-            self.position[batch.rows] = starts + batch.num_scheduled_tokens
-            for fan_out in plan.fan_outs:
-                for row in fan_out.destination_rows:
-                    self.position[row] = self.position[fan_out.source_row]
-            slots = self.arena.slots
-            if batch.is_mapped and slots is not None:
-                is_mapped = slots.can_show(batch.rows, starts + batch.num_scheduled_tokens)
-                batch = batch if is_mapped else replace(batch, is_mapped=False)
-            rows = plan.sampled_rows()
-            indices = self.position[rows].astype(np.int64)
-            edited = self.edits.needs(rows, indices)
-            scored = self.scores.places(rows)
-            # Those that edit are sampled again, from what they make of their logits.
-            is_random = bool(self._is_random[rows[~edited]].any())
-            has_logits = bool(edited.any() or len(scored))
-            if self._is_steady(plan, starts):
-                logits = self.graphs.decode(batch, starts + 1, is_random, has_logits)
-            else:
-                self._is_placed[batch.rows] = batch.samples
-                is_scored = self._prompts.wants(batch.rows)
-                index = self._sampled_tokens(plan)
-                # Prompts that are scored need the states of all their tokens.
-                hidden, is_all = self._forward(batch, starts, None if is_scored else index)
-                if is_scored:
-                    parts = self._prompts.parts(batch.rows, starts, batch.num_scheduled_tokens)
-                    self.scores.score_prompts(parts, hidden, self.model.logits)
-                if not len(rows):
-                    return self._pending(plan, 0, transfers)
-                if not is_all:
-                    index = np.arange(len(index))
-                logits = self.graphs.head(
-                    hidden, index, rows, self.position[rows], is_random, has_logits
-                )
-            if logits is not None:
-                out = self.graphs.out[: len(rows)]
-                if edited.any():
-                    places = np.flatnonzero(edited)
-                    self.edits.sample(
-                        logits,
-                        places,
-                        rows[places],
-                        indices[places],
-                        self.rows,
-                        out,
-                        is_random=bool(self._is_random[rows[places]].any()),
-                    )
-                if len(scored):
-                    self.scores.score_sampled(logits, rows, scored, out)
-            return self._pending(plan, len(rows), transfers)
+            try:
+                self._apply(plan)
+                transfers = self.arena.obey(plan.commands, self.staging)
+                run = self._prepared(plan) if len(plan.batch.rows) else None
+            finally:
+                # Where that fails, too: what changes of rows is said once.
+                self.staging.send()
+            num_sampled = 0 if run is None else run()
+            return self._pending(plan, num_sampled, transfers)
 
     def collect(self, pending: PendingStep) -> StepResult:
         """The result of a started step, waiting for it."""
@@ -189,6 +152,89 @@ class GPURunner:
             prompt_logprobs=prompts,
             resized=pending.resized,
         )
+
+    def _prepared(self, plan: StepPlan) -> Callable[[], int]:
+        """Put together what a step needs. Returns what runs it, once that is sent, and says how
+        many tokens are sampled."""
+        batch = plan.batch
+        starts = self.position[batch.rows]
+        lengths = starts + batch.num_scheduled_tokens
+        # Advanced first: a step that fails must not put the one behind it out of step.
+        self.position[batch.rows] = lengths
+        for fan_out in plan.fan_outs:
+            for row in fan_out.destination_rows:
+                self.position[row] = self.position[fan_out.source_row]
+        slots = self.arena.slots
+        if batch.is_mapped and slots is not None and not slots.can_show(batch.rows, lengths):
+            batch = replace(batch, is_mapped=False)
+        rows = plan.sampled_rows()
+        indices = self.position[rows].astype(np.int64)
+        is_edited = self.edits.needs(rows, indices)
+        edited = np.flatnonzero(is_edited)
+        scored = self.scores.places(rows)
+        # Those that edit are sampled again, from what they make of their logits.
+        is_random = bool(self._is_random[rows[~is_edited]].any())
+        has_logits = bool(len(edited) or len(scored))
+        logits_of: Callable[[], torch.Tensor | None]
+        if self._is_steady(plan, starts):
+            self.graphs.put_decode(batch)
+            logits_of = partial(self.graphs.decode, batch, lengths, is_random, has_logits)
+        else:
+            logits_of = self._put_chunks(plan, batch, starts, rows, is_random, has_logits)
+        edit = None
+        if len(edited):
+            own = rows[edited]
+            edit = self.edits.put_sampled(
+                edited, own, indices[edited], is_random=bool(self._is_random[own].any())
+            )
+        if len(scored):
+            self.scores.put_sampled(rows, scored)
+
+        def run() -> int:
+            logits = logits_of()
+            if logits is not None:
+                out = self.graphs.out[: len(rows)]
+                if edit is not None:
+                    self.edits.sample(logits, edit, self.rows, out)
+                if len(scored):
+                    self.scores.score_sampled(logits, out)
+            return len(rows)
+
+        return run
+
+    def _put_chunks(
+        self,
+        plan: StepPlan,
+        batch: Batch,
+        starts: IntArray,
+        rows: IntArray,
+        is_random: bool,
+        has_logits: bool,
+    ) -> Callable[[], torch.Tensor | None]:
+        """Put together a step of more than a known token a row, of which ``rows`` sample. Returns
+        what runs it; the logits as `StepGraphs.head`."""
+        self._is_placed[batch.rows] = batch.samples
+        is_scored = self._prompts.wants(batch.rows)
+        index = self._sampled_tokens(plan)
+        # Prompts that are scored need the states of all their tokens.
+        forward = self._put_forward(batch, starts, None if is_scored else index)
+        head = None
+        if len(rows):
+            index = index if forward.is_all else np.arange(len(index))
+            head = self.graphs.put_head(index, rows, self.position[rows])
+        if is_scored:
+            parts = self._prompts.parts(batch.rows, starts, batch.num_scheduled_tokens)
+            self.scores.put_prompts(parts)
+
+        def run() -> torch.Tensor | None:
+            hidden = forward.run()
+            if is_scored:
+                self.scores.score_prompts(hidden, self.model.logits)
+            if head is None:
+                return None
+            return self.graphs.head(hidden, head, is_random, has_logits)
+
+        return run
 
     def _pending(self, plan: StepPlan, num_sampled: int, transfers: tuple[int, ...]) -> PendingStep:
         self._turn = (self._turn + 1) % len(self._results)
@@ -230,9 +276,9 @@ class GPURunner:
         if len(forks):
             self.position[forks.rows] = self.position[forks.parents]
             self._num_known[forks.rows] = 0
-        self.rows.apply(plan.row_inits, forks, plan.table_deltas)
+        self.rows.apply(plan.row_inits, forks, plan.table_deltas, self.staging)
         self.attention.follow(plan.row_inits, forks, plan.table_deltas)
-        self.edits.send()
+        self.edits.put()
 
     def _start_row(self, init: RowInit) -> None:
         row, params = init.row, init.params
@@ -258,9 +304,9 @@ class GPURunner:
             and bool(self._is_placed[batch.rows].all())
         )
 
-    def _forward(
+    def _put_forward(
         self, batch: Batch, starts: IntArray, wanted: NDArray[np.int64] | None
-    ) -> tuple[torch.Tensor, bool]:
+    ) -> Forward:
         counts = batch.num_scheduled_tokens
         ends = np.cumsum(counts, dtype=np.int32)
         offsets = ends - counts
@@ -270,7 +316,7 @@ class GPURunner:
             known = self._known[batch.rows[i]]
             offset, count, start = offsets[i], counts[i], starts[i]
             token_ids[offset : offset + count] = known[start : start + count]
-        return self.graphs.forward(
+        return self.graphs.put_forward(
             batch.rows, counts, starts, token_ids, positions, wanted, batch.is_mapped
         )
 

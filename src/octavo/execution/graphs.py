@@ -3,12 +3,14 @@
 A decode step of n rows is one graph: fetch each row's token, run the model, sample, advance the
 rows. Any other step is two: the forward pass over a number of tokens, rounded up, and the head over
 a number of sampled rows. What a graph reads lies at fixed addresses; padding goes to the null row.
+So inputs are put first, then sent with all else that the step needs, and then the graphs are run.
 Graphs are captured at their second use: the first runs as it is, which also compiles its kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +21,6 @@ from octavo.core.plan import Batch, IntArray
 from octavo.execution.attention.dense import MIN_TOKENS, DenseChunk, dense_count
 from octavo.execution.attention.paged import PagedAttention, PagedStep, RowSpans
 from octavo.execution.captured_sizes import (
-    ALIGN,
     MAX_CAPTURED_TOKENS,
     aligned,
     batch_bucket,
@@ -29,8 +30,8 @@ from octavo.execution.captured_sizes import (
 from octavo.execution.decode_batch import DecodeBatch
 from octavo.execution.device import Device
 from octavo.execution.device_rows import DeviceRows
+from octavo.execution.forward_inputs import ForwardInputs, num_ints, put_tokens
 from octavo.execution.kernels.ahead import is_compiling_ahead
-from octavo.execution.kernels.prefill_attention import PrefillTiles
 from octavo.execution.kernels.prefix_attention import tile_rows
 from octavo.execution.kernels.row_state import fill_tokens, gather_rows
 from octavo.execution.kernels.sampling import (
@@ -39,11 +40,20 @@ from octavo.execution.kernels.sampling import (
     argmax_tokens,
     sample_tokens,
 )
-from octavo.execution.prefill_tiles import FIELDS
 from octavo.execution.staging import Staging
 
 if TYPE_CHECKING:
     from octavo.execution.gpu_runner import GPUModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """A forward pass whose inputs were put. ``run`` gives, once they are sent, ``[tokens or more,
+    hidden]``, of which the rest is padding; or, without ``is_all``, the states of the tokens that
+    were wanted alone."""
+
+    run: Callable[[], torch.Tensor]
+    is_all: bool
 
 
 class StepGraphs:
@@ -62,7 +72,7 @@ class StepGraphs:
         *,
         num_kv_heads: int,
         max_num_batched_tokens: int,
-        depth: int,
+        staging: Staging,
         capture: bool,
     ) -> None:
         self._model = model
@@ -80,14 +90,17 @@ class StepGraphs:
         self._workspace = SamplingWorkspace(aligned(size), place)
         self._order = torch.arange(aligned(size), dtype=torch.int32, device=place)
         per_tile = tile_rows(attention.num_heads, num_kv_heads)
-        self._decode_batch = DecodeBatch(device, size, per_tile, depth)
+        self._staging = staging
+        self._decode_batch = DecodeBatch(staging, size, per_tile)
         self._decode_inputs = torch.zeros(3, aligned(size), dtype=torch.int32, device=place)
-        self._head_inputs = Staging(device, 3 * aligned(size), depth)
+        # In front of the tokens, and as much in all steps, so that both stay where they are.
+        self._num_head_ints = 3 * aligned(size)
+        self._head_inputs: tuple[IntArray, torch.Tensor] | None = None
+        staging.reserve(self._num_head_ints)
         most = token_bucket(max_num_batched_tokens)
         # A step that is not captured may have a tile for each token.
         most_tiles = aligned(most + 64 + self._cutter.max_parts)
-        num_ints = 3 * most + FIELDS * most_tiles + 32 + aligned(size)
-        self._forward_inputs = Staging(device, num_ints, depth)
+        staging.reserve(num_ints(most, most_tiles, size))
         self._hidden: torch.Tensor | None = None
         self._captured_states: torch.Tensor | None = None
         self._logits: torch.Tensor | None = None
@@ -105,16 +118,24 @@ class StepGraphs:
         where nothing is captured."""
         return captured_sizes() if self._captures else ()
 
+    def _num_padded(self, num_rows: int) -> int:
+        return min(batch_bucket(num_rows), aligned(self._rows.num_rows))
+
+    def put_decode(self, batch: Batch) -> None:
+        """Have the rows of a decode step sent, unless the device has them."""
+        if batch is self._batch:
+            return
+        self._batch = None
+        self._max_tiles = self._decode_batch.put(batch, self._num_padded(len(batch.rows)))
+        self._batch = batch
+
     def decode(
         self, batch: Batch, lengths: IntArray, is_random: bool, has_logits: bool
     ) -> torch.Tensor | None:
-        """One token of every row, tokens in ``out``; with ``has_logits`` their logits, ``[rows,
-        vocab]``, until the next step. ``lengths`` are the rows', that token included."""
-        count = len(batch.rows)
-        size = min(batch_bucket(count), aligned(self._rows.num_rows))
-        if batch is not self._batch:
-            self._max_tiles = self._decode_batch.send(batch, size)
-            self._batch = batch
+        """One token of every row of the batch that was put last, tokens in ``out``; with
+        ``has_logits`` their logits, ``[rows, vocab]``, until the next step. ``lengths`` are the
+        rows', that token included."""
+        count, size = len(batch.rows), self._num_padded(len(batch.rows))
         padded: IntArray = np.ones(size, dtype=np.int32)
         padded[:count] = lengths
         self._attention.prepare_decode(padded)
@@ -126,7 +147,7 @@ class StepGraphs:
         )
         return logits[:count] if has_logits else None
 
-    def forward(
+    def put_forward(
         self,
         rows: IntArray,
         counts: IntArray,
@@ -135,13 +156,10 @@ class StepGraphs:
         positions: IntArray,
         wanted: NDArray[np.int64] | None,
         is_mapped: bool = True,
-    ) -> tuple[torch.Tensor, bool]:
-        """Run ``counts[i]`` tokens of each row, from ``starts[i]`` on; a negative token id stands
-        for what the row sampled last.
-
-        Returns ``[tokens or more, hidden]``, of which the rest is padding, and True; or, where the
-        step is not captured, the states of the ``wanted`` tokens alone, and False.
-        """
+    ) -> Forward:
+        """Have ``counts[i]`` tokens of each row sent, from ``starts[i]`` on; a negative token id
+        stands for what the row sampled last. Without a captured step for them, the states of the
+        ``wanted`` tokens suffice (None: all). Comes before `put_head`."""
         num_tokens, null = len(token_ids), self._rows.num_rows
         single = counts == 1
         num_decode = len(rows) if single.all() else int(np.argmin(single))
@@ -164,28 +182,14 @@ class StepGraphs:
             is_captured = num_tiles <= most
             max_tiles = most if num_tiles else 0
             max_decode = min(batch_bucket(num_decode), size) if num_decode else 0
+            wanted = None if is_captured else wanted
         if not is_captured:
             size, max_tiles, max_decode = num_tokens, num_tiles, num_decode
-        width, tile_width = aligned(size), aligned(max_tiles)
-        host = self._forward_inputs.host()
-        for part, (values, fill) in enumerate(
-            ((token_ids, 0), (np.repeat(rows, counts), null), (positions, 0))
-        ):
-            host[part * width : part * width + num_tokens] = values
-            host[part * width + num_tokens : (part + 1) * width] = fill
-        first = 3 * width
-        host[first : first + 2] = (num_decode, num_tiles)
-        first += ALIGN
-        for part in range(FIELDS):
-            place = first + part * tile_width
-            host[place : place + num_tiles] = tiles[part]
-        first += FIELDS * tile_width
-        is_all = is_captured or wanted is None
-        num_wanted = 0 if is_all or wanted is None else len(wanted)
-        if num_wanted:
-            host[first : first + num_wanted] = wanted
-        sent = self._forward_inputs.send(first + num_wanted)
-        kept = None if is_all else sent[first:]
+        self._head_inputs = self._staging.take(self._num_head_ints)
+        inputs = put_tokens(
+            self._staging, token_ids, np.repeat(rows, counts), positions, num_decode, tiles, wanted,
+            size=size, max_tiles=max_tiles, null=null,
+        )  # fmt: skip
         longest = int((starts + counts).max())
         if is_captured:
             longest = self._attention.length_class(longest, max_decode)
@@ -195,13 +199,10 @@ class StepGraphs:
         chunks = tuple(chunk for _, chunk in dense)
 
         def work() -> torch.Tensor:
-            return self._forward(
-                sent, size, width, max_tiles, tile_width, max_decode, longest, chunks, in_slots,
-                spans, kept,
-            )  # fmt: skip
+            return self._forward(inputs, max_decode, longest, chunks, in_slots, spans)
 
         if not is_captured:
-            return work(), is_all
+            return Forward(work, wanted is None)
 
         def captured() -> torch.Tensor:
             """States in memory that all captured steps share."""
@@ -212,7 +213,7 @@ class StepGraphs:
             return self._captured_states[:size].copy_(hidden)
 
         key = ("forward", size, max_tiles, max_decode, longest, in_slots)
-        return self._run(key, captured), True
+        return Forward(lambda: self._run(key, captured), True)
 
     def _most_prefill_tiles(self, num_tokens: int) -> int:
         """Of a captured step: each row's last tile may be a small one, and some are cut."""
@@ -233,37 +234,41 @@ class StepGraphs:
                 found.append((index, chunk))
         return tuple(found)
 
-    def head(
-        self,
-        hidden: torch.Tensor,
-        index: NDArray[np.int64],
-        rows: IntArray,
-        next_positions: IntArray,
-        is_random: bool,
-        has_logits: bool,
-    ) -> torch.Tensor | None:
-        """Sample for ``rows`` from the states ``hidden[index]``, whose next tokens stand at
-        ``next_positions``; results as `decode`."""
+    def put_head(
+        self, index: NDArray[np.int64], rows: IntArray, next_positions: IntArray
+    ) -> tuple[int, torch.Tensor]:
+        """Have sent who samples: ``rows``, from the states at ``index``, whose next tokens stand at
+        ``next_positions``. Returns their number and, once the step has sent, `head`'s inputs."""
+        assert self._head_inputs is not None, "behind put_forward"
+        (host, sent), self._head_inputs = self._head_inputs, None
         count = len(rows)
-        size = min(batch_bucket(count), aligned(self._rows.num_rows))
+        size = self._num_padded(count)
         width = aligned(size)
-        host = self._head_inputs.host()
         for part, (values, fill) in enumerate(
             ((index, 0), (rows, self._rows.num_rows), (next_positions - 1, 0))
         ):
             host[part * width : part * width + count] = values
             host[part * width + count : (part + 1) * width] = fill
-        sent = self._head_inputs.send(3 * width)
+        return count, sent[: 3 * width].view(3, width)[:, :size]
+
+    def head(
+        self,
+        hidden: torch.Tensor,
+        sampled: tuple[int, torch.Tensor],
+        is_random: bool,
+        has_logits: bool,
+    ) -> torch.Tensor | None:
+        """Sample for the rows that were put from the states ``hidden``; results as `decode`."""
+        count, (index, rows, positions) = sampled
+        size = len(index)
         if self._hidden is None:
             shape = (len(self._order), hidden.shape[1])
             self._hidden = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
         states = self._hidden[:size]
-        torch.index_select(hidden, 0, sent[:size], out=states)
-        sampled = SampledRows(
-            self._order[:size], sent[width:][:size], sent[2 * width :][:size], self._rows.num_rows
-        )
+        torch.index_select(hidden, 0, index, out=states)
+        chosen = SampledRows(self._order[:size], rows, positions, self._rows.num_rows)
         key = ("head", size, is_random, has_logits)
-        logits = self._run(key, lambda: self._sample(states, sampled, is_random, has_logits))
+        logits = self._run(key, lambda: self._sample(states, chosen, is_random, has_logits))
         return logits[:count] if has_logits else None
 
     def _run(self, key: Hashable, work: Callable[[], Any]) -> Any:
@@ -322,42 +327,31 @@ class StepGraphs:
 
     def _forward(
         self,
-        sent: torch.Tensor,
-        size: int,
-        width: int,
-        max_tiles: int,
-        tile_width: int,
+        inputs: ForwardInputs,
         max_decode: int,
         longest: int,
         dense: tuple[DenseChunk, ...],
         in_slots: bool,
         spans: RowSpans | None,
-        wanted: torch.Tensor | None,
     ) -> torch.Tensor:
-        token_ids, token_rows, positions = (sent[part * width :][:size] for part in range(3))
+        token_ids, token_rows, positions = inputs.tokens()
         fill_tokens(token_ids, token_rows, self._rows.last_token)
         if is_compiling_ahead():
             token_ids.clamp_(min=0)  # Not filled in, and about to be looked up.
-        counts = sent[3 * width :]
-        first = 3 * width + ALIGN
-        tiles = None
-        if max_tiles:
-            table = sent[first:][: FIELDS * tile_width].view(FIELDS, tile_width)[:, :max_tiles]
-            tiles = PrefillTiles(table, counts[1:2])
         step = PagedStep(
             token_rows,
             positions,
             self._rows.tables,
-            num_decode=counts[:1],
+            num_decode=inputs.num_decode(),
             max_decode=max_decode,
-            tiles=tiles,
+            tiles=inputs.tiles(),
             dense=dense,
             in_slots=in_slots,
             max_length=longest,
             spans=spans,
         )
         hidden: torch.Tensor = self._model.forward(
-            token_ids, positions, self._attention.plan(step), wanted
+            token_ids, positions, self._attention.plan(step), inputs.wanted()
         )
         return hidden
 

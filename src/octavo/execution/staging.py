@@ -1,91 +1,144 @@
-"""Numbers on their way to a device, without anybody waiting: pinned memory, used in turns."""
+"""A step's numbers on their way to a device: put together in pinned memory, of which steps take
+turns, sent in one copy, and waited for by nobody.
+
+Copied is what a step put there, from the first place to the last; a step without numbers copies
+nothing. As int32::
+
+    what stays until it is     what a step takes, at the same places    what is sent for work
+    sent again                 where it takes the same                  that waits for it
+    ├─ keep, take_kept ───────┼─ reserve, take ───────────────────────┼─ room, then ───────┤
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from octavo.core.plan import IntArray
-from octavo.execution.device import Device
-from octavo.execution.kernels.row_state import scatter
+from octavo.execution.device import Device, Event
 
 Int64Array = NDArray[np.int64]
 
 _ALIGN = 32  # ints; kernels are compiled for aligned addresses
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Write:
-    """``target.view(-1)[places] = values``, int32; places differ from each other."""
-
-    target: torch.Tensor
-    places: Int64Array | IntArray
-    values: IntArray
-
-
 class Staging:
-    """Pinned host memory for a step's numbers, in turns, and where they land on the device."""
+    """``room`` is how many ints of `then` fit in one copy. While up to ``depth`` steps are in
+    flight, and each sends one copy, none waits for another's."""
 
-    def __init__(self, device: Device, num_ints: int, depth: int) -> None:
-        self.num_ints = num_ints
-        self._slots = [(device.pinned(num_ints), device.event()) for _ in range(depth + 1)]
+    def __init__(self, device: Device, depth: int, room: int = 0) -> None:
+        self._device = device
+        self._depth = depth
+        self._num_kept = 0
+        self._num_ints = _padded(room)
+        # Allocated at the first use, when all have said what they take.
+        self._landing: torch.Tensor | None = None
+        self._turns: list[tuple[torch.Tensor, IntArray, Event]] = []
         self._turn = 0
-        self.device = torch.zeros(num_ints, dtype=torch.int32, device=device.torch_device)
+        # Of the copy that is being put together.
+        self._is_open = False
+        self._first = self._end = 0
+        self._waiting: list[tuple[Callable[..., None], tuple[Int64Array | IntArray, ...]]] = []
 
-    def host(self) -> IntArray:
-        """The next turn's memory, once the device has read what was there."""
-        self._turn = (self._turn + 1) % len(self._slots)
-        memory, event = self._slots[self._turn]
-        event.synchronize()
-        array: IntArray = memory.numpy()
-        return array
+    def keep(self, num_ints: int) -> None:
+        """Have a place for ``num_ints`` that stay, of one owner; before anything is taken."""
+        assert not self._num_kept, "somebody else keeps something"
+        self.reserve(num_ints)
+        self._num_kept = self._first = self._end = _padded(num_ints)
 
-    def send(self, count: int) -> torch.Tensor:
-        """Copy the first ``count`` ints; returns them on the device, until the next `send`."""
-        memory, event = self._slots[self._turn]
-        target = self.device[:count]
-        target.copy_(memory[:count], non_blocking=True)
-        event.record()
-        return target
+    def reserve(self, num_ints: int) -> None:
+        """Have room for ``num_ints`` that a step takes at once; before anything is taken."""
+        assert self._landing is None, "memory is allocated already"
+        self._num_ints += _padded(num_ints)
 
-    def scatter(self, writes: Sequence[Write]) -> None:
-        """Make ``writes``, of which no two touch one place, in one copy where they fit in it."""
-        targets = {id(write.target): write.target for write in writes}
-        waiting: list[tuple[torch.Tensor, Int64Array | IntArray, IntArray]] = []
-        room = self.num_ints
-        for key, target in targets.items():
-            own = [write for write in writes if id(write.target) == key]
-            places = np.concatenate([write.places for write in own])
-            values = np.concatenate([write.values for write in own])
-            first = 0
-            while first < len(places):
-                most = room // 2 // _ALIGN * _ALIGN
-                if not most:
-                    self._send_writes(waiting)
-                    waiting, room = [], self.num_ints
-                    continue
-                part = slice(first, min(first + most, len(places)))
-                waiting.append((target, places[part], values[part]))
-                room -= 2 * -(-(part.stop - first) // _ALIGN) * _ALIGN
-                first = part.stop
-        if waiting:
-            self._send_writes(waiting)
+    @property
+    def device(self) -> torch.Tensor:
+        """Where all of it lands, int32."""
+        if self._landing is None:
+            pinned = [self._device.pinned(self._num_ints) for _ in range(self._depth + 1)]
+            self._turns = [(memory, memory.numpy(), self._device.event()) for memory in pinned]
+            place = self._device.torch_device
+            self._landing = torch.zeros(self._num_ints, dtype=torch.int32, device=place)
+        return self._landing
 
-    def _send_writes(
-        self, writes: list[tuple[torch.Tensor, Int64Array | IntArray, IntArray]]
-    ) -> None:
-        host, first, found = self.host(), 0, []
-        for target, places, values in writes:
-            count = len(places)
-            second = first + -(-count // _ALIGN) * _ALIGN
-            host[first : first + count] = places
-            host[second : second + count] = values
-            found.append((target, slice(first, first + count), slice(second, second + count)))
-            first = second + -(-count // _ALIGN) * _ALIGN
-        sent = self.send(first)
-        for target, places_at, values_at in found:
-            scatter(target, sent[places_at], sent[values_at])
+    def take(self, num_ints: int) -> tuple[IntArray, torch.Tensor]:
+        """Host memory to be filled before `send`, behind what was taken before; and where it is on
+        the device from then on, until the next step sends."""
+        landing = self.device
+        if not self._is_open:
+            self._is_open = True
+            self._turn = (self._turn + 1) % len(self._turns)
+            # The device has read what was there.
+            self._turns[self._turn][2].synchronize()
+        first, last = self._end, self._end + num_ints
+        assert last <= self._num_ints, "more is taken than was reserved"
+        self._end = _padded(last)
+        return self._turns[self._turn][1][first:last], landing[first:last]
+
+    def take_kept(self, num_ints: int) -> IntArray:
+        """As `take`, of what stays, at the start of `device`; before anything else of a step."""
+        assert not self._is_open, "something was taken before"
+        assert num_ints <= self._num_kept, "more is taken than was kept for"
+        self._first = self._end = 0
+        return self.take(num_ints)[0]
+
+    def then(self, work: Callable[..., None], *arrays: Int64Array | IntArray) -> None:
+        """Call ``work`` behind the copy with what ``arrays``, all of one length, are on the device;
+        in the order of these calls, and not at all if they are empty. What finds no room goes in
+        another copy, and part by part if one is not enough."""
+        if not arrays or len(arrays[0]):
+            self._waiting.append((work, arrays))
+
+    def send(self) -> None:
+        """Copy what was put together, if anything, and start the work that waits for it."""
+        if not self._is_open and not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        ready: list[tuple[Callable[..., None], list[torch.Tensor]]] = []
+        # Further copies leave what was taken where it is: the step is still to read it.
+        behind = self._end
+        try:
+            for work, arrays in waiting:
+                first, count = 0, len(arrays[0]) if arrays else 0
+                while count - first > (most := self._most(len(arrays))):
+                    if ready:
+                        self._copy(ready)
+                        self._first = self._end = behind
+                        ready = []
+                    else:
+                        parts = [array[first : first + most] for array in arrays]
+                        ready.append((work, [self._put(part) for part in parts]))
+                        first += most
+                ready.append((work, [self._put(array[first:]) for array in arrays]))
+            self._copy(ready)
+        finally:
+            # Whatever happened, the next step finds the same places.
+            self._is_open = False
+            self._first = self._end = self._num_kept
+
+    def _most(self, num_arrays: int) -> int:
+        """Of how many ints each of ``num_arrays`` would still fit."""
+        free = self._num_ints - self._end
+        return free // num_arrays // _ALIGN * _ALIGN if num_arrays else 0
+
+    def _put(self, values: Int64Array | IntArray) -> torch.Tensor:
+        host, landed = self.take(len(values))
+        host[:] = values
+        return landed
+
+    def _copy(self, ready: list[tuple[Callable[..., None], list[torch.Tensor]]]) -> None:
+        if self._is_open:
+            memory, _, event = self._turns[self._turn]
+            part = slice(self._first, self._end)
+            self.device[part].copy_(memory[part], non_blocking=True)
+            event.record()
+            self._is_open = False
+        for work, arrays in ready:
+            work(*arrays)
+
+
+def _padded(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN

@@ -16,6 +16,7 @@ from octavo.execution.device_arena import DeviceArena
 from octavo.execution.pages.interface import Pages
 from octavo.execution.pool_view import PoolView
 from octavo.execution.slots import Slots
+from octavo.execution.staging import Staging
 from octavo.execution.virtual_arena import close_at_end
 
 
@@ -37,7 +38,6 @@ class VirtualDeviceArena(DeviceArena):
         dtype: torch.dtype,
         device: Device,
         num_host_blocks: int = 0,
-        depth: int = 2,
         *,
         num_slots: int,
         max_model_len: int,
@@ -47,7 +47,7 @@ class VirtualDeviceArena(DeviceArena):
         self.max_blocks = max(max_blocks or 0, num_blocks)
         self.pages = pages
         close_at_end(self, pages.close)
-        super().__init__(layout, num_blocks, dtype, device, num_host_blocks, depth)
+        super().__init__(layout, num_blocks, dtype, device, num_host_blocks)
         self._slots = Slots(pages, layout, dtype, num_slots + 1, max_model_len)
         close_at_end(self, self._slots.mapper.close)
         self._slots.show_null(num_slots)
@@ -63,7 +63,7 @@ class VirtualDeviceArena(DeviceArena):
     def slots(self) -> Slots:
         return self._slots
 
-    def obey(self, commands: tuple[KVCommand, ...]) -> tuple[int, ...]:
+    def obey(self, commands: tuple[KVCommand, ...], staging: Staging) -> tuple[int, ...]:
         """See `DeviceArena.obey`. A place that cannot be mapped concerns the steps that read it."""
         others = []
         for command in commands:
@@ -77,7 +77,7 @@ class VirtualDeviceArena(DeviceArena):
                 self._resized = self._pool.resize(command, self._slots.mapper.lock)
             else:
                 others.append(command)
-        return super().obey(tuple(others))
+        return super().obey(tuple(others), staging)
 
     def take_resized(self) -> ResizedBlocks | None:
         resized, self._resized = self._resized, None

@@ -8,10 +8,10 @@ import torch
 
 from octavo.core.layout import KVLayout
 from octavo.core.plan import CopyBlocks, int_array
-from octavo.execution import device_arena
 from octavo.execution.device import CUDADevice, Device, PlainDevice
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.kernels.block_copy import copy_blocks
+from octavo.execution.staging import Staging
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,7 @@ def test_copies(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
     assert torch.equal(kv.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_a_plan_of_more_copies_than_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_arena, "_MAX_COPIES", 16)
+def test_a_plan_of_more_copies_than_one_launch() -> None:
     place: Device = CUDADevice() if torch.cuda.is_available() else PlainDevice()
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype_bytes=4, block_size=2)
     arena = DeviceArena(layout, 81, torch.float32, place)
@@ -40,8 +39,10 @@ def test_a_plan_of_more_copies_than_one_launch(monkeypatch: pytest.MonkeyPatch) 
     pairs = np.random.default_rng(0).permutation(80)[:74].reshape(37, 2) + 1
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    staging = Staging(place, depth=1, room=64)
     with place.context():
-        arena.obey((CopyBlocks(int_array(pairs[:, 0]), int_array(pairs[:, 1])),))
+        arena.obey((CopyBlocks(int_array(pairs[:, 0]), int_array(pairs[:, 1])),), staging)
+        staging.send()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     before[pairs[:, 1]] = before[pairs[:, 0]]

@@ -18,6 +18,7 @@ from octavo.execution.device_scores import DeviceScores
 from octavo.execution.sampling.logprobs import token_scores
 from octavo.execution.sampling.prompts import ScoredPart
 from octavo.execution.sampling.sampler import Sampler
+from octavo.execution.staging import Staging
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 VOCAB = 50
@@ -71,7 +72,9 @@ class Both:
 
     def __init__(self, num_rows: int) -> None:
         self.device = make_device()
-        self.edits = DeviceEdits(self.device, num_rows, VOCAB, 2)
+        # Less than all rows start with: it goes in further copies.
+        self.staging = Staging(self.device, 2, 1 << 12)
+        self.edits = DeviceEdits(self.device, num_rows, VOCAB, self.staging)
         self.rows = DeviceRows(self.device, num_rows, 4)
         self.sampler = Sampler(num_rows)
         self.length = np.zeros(num_rows, dtype=np.int64)
@@ -80,7 +83,7 @@ class Both:
         params = SamplingParams(**{"temperature": 0.0, **kind})
         init = init_of(row, params, prompt, output, seed=row)
         self.edits.set_row(init)
-        self.rows.apply((init,), NO_FORKS, NO_DELTAS)
+        self.rows.apply((init,), NO_FORKS, NO_DELTAS, self.staging)
         start(self.sampler, row, params, prompt, output, seed=row, stops=STOPS[:2])
         self.length[row] = len(prompt) + len(output)
 
@@ -88,15 +91,15 @@ class Both:
         """Tokens of the device and of the host; the edited logits are equal."""
         chosen = int_array(rows)
         indices = self.length[chosen]
-        self.edits.send()
+        self.edits.put()
         needed = self.edits.needs(chosen, indices)
         places = np.flatnonzero(needed)
         place = self.device.torch_device
         out = torch.full((len(rows),), -7, dtype=torch.int32, device=place)
         own = logits.to(place)
-        self.edits.sample(
-            own, places, chosen[places], indices[places], self.rows, out, is_random=True
-        )
+        sample = self.edits.put_sampled(places, chosen[places], indices[places], is_random=True)
+        self.staging.send()
+        self.edits.sample(own, sample, self.rows, out)
         assert self.edits._logits is not None
         found = self.edits._logits[: len(places)].cpu()
         expected = edited(self.sampler, logits.float(), rows, indices.tolist())
@@ -173,7 +176,8 @@ def test_scores(dtype: torch.dtype) -> None:
         pytest.skip("of equal logits, which are the last to be kept is the library's choice")
     device = make_device()
     count, vocab = 150, 90
-    scores = DeviceScores(device, count, 100, 2)
+    staging = Staging(device, 2)
+    scores = DeviceScores(device, count, 100, vocab, 2, staging)
     asked = [(None, 0, 3, 20, 64)[row % 5] for row in range(count)]
     for row, num in enumerate(asked):
         scores.set_row(row, num)
@@ -188,9 +192,12 @@ def test_scores(dtype: torch.dtype) -> None:
     for _ in range(4):  # memory is used again
         scores.start()
         part = ScoredPart(row=7, first=1, token_ids=prompt, offset=5, num_top=2)
-        scores.score_prompts([part], states.to(place), lambda own: own @ at)
+        scores.put_prompts([part])
         places = scores.places(rows)
-        scores.score_sampled(logits.to(place), rows, places, tokens.to(place))
+        scores.put_sampled(rows, places)
+        staging.send()
+        scores.score_prompts(states.to(place), lambda own: own @ at)
+        scores.score_sampled(logits.to(place), tokens.to(place))
         pending = scores.finish()
         assert pending is not None
         if torch.cuda.is_available():

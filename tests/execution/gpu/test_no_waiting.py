@@ -24,7 +24,6 @@ from octavo.engine import gpu_parts
 from octavo.engine.build_gpu import warm_up
 from octavo.execution.device import CUDADevice, Device, PlainDevice
 from octavo.execution.gpu_runner import PendingStep
-from octavo.execution.staging import Staging
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
@@ -33,14 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_qwen3(head_dim=16).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a step sends is the same for any number of layers."""
-    folder = tmp_path_factory.mktemp("shallow")
-    tiny_qwen3(head_dim=16, num_hidden_layers=1).save_pretrained(folder)
     return folder
 
 
@@ -212,70 +203,3 @@ def test_the_watch_sees_waiting() -> None:
         event.synchronize()
     watch.num_collected = 1
     event.synchronize()
-
-
-def what_steps_send(
-    model: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, asked: list[Request]
-) -> list[tuple[StepPlan, list[str]]]:
-    """Each plan, and what is copied to the device for it, in order, by what it is for."""
-    sends: list[Staging] = []
-    send = Staging.send
-
-    def counted(staging: Staging, count: int) -> torch.Tensor:
-        sends.append(staging)
-        return send(staging, count)
-
-    monkeypatch.setattr(Staging, "send", counted)
-    core = gpu_engine(model, num_blocks=30, depth=1, chunk=chunk)
-    runner = core.executor.runner  # type: ignore[attr-defined]
-    names = {
-        runner.rows._staging: "rows",
-        runner.graphs._decode_batch._sent: "decode",
-        runner.graphs._forward_inputs: "forward",
-        runner.graphs._head_inputs: "head",
-    }
-    launch, found = core.executor.launch, []
-
-    def noting(plan: StepPlan) -> None:
-        sends.clear()
-        launch(plan)
-        found.append((plan, [names[staging] for staging in sends]))
-
-    monkeypatch.setattr(core.executor, "launch", noting)
-    run(core, asked)
-    core.close()
-    return found
-
-
-def test_what_a_decode_step_sends(shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing while nothing changes, one copy for all rows that go on in new blocks."""
-    params = SamplingParams(temperature=0.0, ignore_eos=True)
-    prompts = [int_array([3 + row] * 7) for row in range(3)]
-    asked = [Request(row, prompt, params, 9, seed=0) for row, prompt in enumerate(prompts)]
-    (_, first), *found = what_steps_send(shallow, monkeypatch, 32, asked)
-    assert first == ["rows", "forward", "head"]
-    # The first also sends which rows decode. Blocks of four: all three cross at once.
-    assert [(len(plan.table_deltas), sent) for plan, sent in found] == [
-        (0, ["decode"]), (3, ["rows"]), (0, []), (0, []), (0, []), (3, ["rows"]), (0, []), (0, []),
-    ]  # fmt: skip
-
-
-def test_what_a_step_with_prompts_sends(shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it starts and continues: one copy for what changes of all rows, one for all tokens,
-    one for all that sample; nothing twice, and nothing that the device knows."""
-    params = SamplingParams(temperature=0.0, ignore_eos=True)
-    lengths = [14, 3, 5, 9]
-    asked = [
-        Request(row, int_array([3 + row] * length), params, 7, seed=0)
-        for row, length in enumerate(lengths)
-    ]
-    found = what_steps_send(shallow, monkeypatch, 8, asked)
-    mixed = [(plan, sent) for plan, sent in found if plan.batch.num_tokens > len(plan.batch.rows)]
-    counts = [len(plan.batch.sampled_rows) for plan, _ in mixed]
-    assert (min(counts), max(counts)) == (0, 4)
-    for plan, sent in mixed:
-        expected = ["rows"] if plan.row_inits or len(plan.table_deltas) else []
-        expected.append("forward")
-        if len(plan.batch.sampled_rows):
-            expected.append("head")
-        assert sent == expected

@@ -51,7 +51,7 @@ def show(arena: VirtualDeviceArena, slot: int, count: int, first_block: int) -> 
     """``count`` blocks, the last first, at the start of a slot; nothing behind them."""
     blocks = list(range(first_block + count - 1, first_block - 1, -1))
     places = int_array(range(count))
-    arena.obey((MapBlocks(0 * places + slot, places, int_array(blocks)),))
+    arena.slots.order(MapBlocks(0 * places + slot, places, int_array(blocks)))
     arena.slots.mapper.wait()
     return blocks
 

@@ -153,7 +153,8 @@ class FlashInferKernels:
         )
         # Where pages of rows begin in the list, and then how full their last ones are.
         self._width = -(-(max_rows + 1) // _ALIGN) * _ALIGN
-        self._rows = Staging(device, 2 * self._width, depth)
+        self._rows = Staging(device, depth)
+        self._rows.reserve(2 * self._width)
         self._pages = torch.zeros(max_rows * max_row_pages, dtype=torch.int32, device=place)
         self._decoders: dict[int, _Turns] = {}
         self._chunks = _Turns(device, depth)
@@ -231,12 +232,12 @@ class FlashInferKernels:
     def _send_rows(self, lengths: IntArray) -> tuple[IntArray, IntArray]:
         """Where the rows' pages begin and how full their last ones are, on the host; also sent."""
         count, pages = len(lengths), -(-lengths // self.page_size)
-        host = self._rows.host()
+        host, _ = self._rows.take(self._width + count)
         host[0] = 0
         np.cumsum(pages, out=host[1 : count + 1])
         host[self._width :][:count] = lengths - (pages - 1) * self.page_size
         starts, last = host[: count + 1].copy(), host[self._width :][:count].copy()
-        self._rows.send(self._width + count)
+        self._rows.send()
         return starts, last
 
     def _plan(

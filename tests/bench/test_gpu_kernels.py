@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from octavo.bench import gpu_row_kernels
+from octavo.bench import gpu_row_kernels, works
 from octavo.bench.ceilings import Ceilings
 from octavo.bench.gpu_kernels import table
 from octavo.bench.gpu_row_kernels import Sizes, row_kernels
 from octavo.bench.kernel_figures import OPERATIONS, figure
+from octavo.execution.attention import flash3, flashinfer
 
 
 def test_a_figure_has_time_amount_rate_and_share() -> None:
@@ -32,12 +34,14 @@ def test_a_figure_has_time_amount_rate_and_share() -> None:
     text = table(
         {
             "gpu": "a GPU",
+            "versions": {"torch": "2", "flashinfer": "none"},
             "read_tb_per_s": 5.0,
             "matmul_tflop_per_s": 800.0,
             "figures": [read, multiplied],
         }
     )
-    _, header, first, second = text.splitlines()
+    _, header, first, second, last = text.splitlines()
+    assert last == "Versions: torch 2, flashinfer none"
     assert header.split()[:5] == ["kernel", "µs", "amount", "rate", "share"]
     assert "50.0" in first
     assert "200.0 MB" in first
@@ -80,3 +84,16 @@ def test_kernels_of_rows_run_as_they_are_timed(monkeypatch: pytest.MonkeyPatch) 
     tensors = [each for each in outputs if isinstance(each, torch.Tensor)]
     assert len(tensors) >= 2 * 5
     assert all(tensor.isfinite().all() for tensor in tensors)
+
+
+def test_versions_say_which_kernels_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(flash3, "find_flash3", lambda: None)
+    found = SimpleNamespace(__version__="0.6")
+    monkeypatch.setattr(flashinfer, "find_flashinfer", lambda: found)
+    said = works.versions()
+    assert (said["flash-attention 3"], said["flashinfer"]) == ("none", "0.6")
+    monkeypatch.setattr(flash3, "find_flash3", lambda: object())
+    monkeypatch.setattr(flashinfer, "find_flashinfer", lambda: None)
+    said = works.versions()
+    assert (said["flash-attention 3"], said["flashinfer"]) == ("installed", "none")

@@ -21,6 +21,7 @@ from octavo.bench.ceilings import Ceilings, gpu_seconds
 from octavo.bench.gpu_row_kernels import row_kernels
 from octavo.bench.kernel_figures import BYTES, OPERATIONS, figure
 from octavo.bench.other_attention import decoders, prefills
+from octavo.bench.works import versions
 from octavo.execution.attention.dense import DenseChunk, dense_attention, dense_count
 from octavo.execution.attention.paged import SHARES
 from octavo.execution.kernels.block_copy import copy_blocks
@@ -78,6 +79,7 @@ def run() -> dict[str, Any]:
         "read_tb_per_s": ceilings.read_bytes / 1e12,
         "matmul_tflop_per_s": ceilings.matmul_flops / 1e12,
         "gpu": torch.cuda.get_device_name(),
+        "versions": versions(),
         "figures": figures,
     }
 
@@ -93,6 +95,7 @@ def table(report: dict[str, Any]) -> str:
         f"{f['beside']}"
         for f in report["figures"]
     ]
+    lines.append(f"Versions: {', '.join(' '.join(pair) for pair in report['versions'].items())}")
     return "\n".join(lines)
 
 

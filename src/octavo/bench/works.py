@@ -7,7 +7,8 @@
     shared-prefix  512 requests with 2048 tokens in common, 64 of their own and 64 out
     prefill N      one prompt of N tokens
     startup        from the start of a process to its first token
-    load           the same, reading a checkpoint (written before) from the page cache
+    load           the same, reading a checkpoint (written before) from the page cache, with no
+                   kernel compiled and again
     sampling       decode 64 again, every row with penalties, or with log probabilities
     swap           blocks to host memory and back, and beside decode steps
     graphs         what captured steps take of the memory kept for them: after decoding at every
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -184,8 +186,8 @@ def prefill(llm: LLM, num_tokens: int, ceilings: Ceilings) -> Figure:
     return _timed(f"prefill {num_tokens}", "ms", seconds * 1e3, floor_ms)
 
 
-def startup(name: str, **options: Any) -> Figure:
-    """A process of its own, with the caches as they are."""
+def startup(name: str, *, cache: str | None = None, **options: Any) -> Figure:
+    """A process of its own, with caches as they are, or with ``cache`` for compiled kernels."""
     code = (
         "import sys; from octavo.bench import works; from octavo.core.sampling_params import "
         "SamplingParams; import json; "
@@ -199,6 +201,7 @@ def startup(name: str, **options: Any) -> Figure:
         check=False,
         capture_output=True,
         text=True,
+        env=os.environ | ({} if cache is None else {"TRITON_CACHE_DIR": cache}),
     )
     if done.returncode:
         raise RuntimeError(f"the engine did not start: {done.stderr[-2000:]}")
@@ -206,15 +209,21 @@ def startup(name: str, **options: Any) -> Figure:
     return Figure(work="startup", unit="s", figure=seconds, notes=done.stdout.strip())
 
 
-def load(name: str) -> Figure:
-    """`startup` from a checkpoint that was just written."""
+def load(name: str) -> list[Figure]:
+    """`startup` from a checkpoint that was just written: with nothing compiled, and again."""
     from octavo.bench.checkpoint import write_checkpoint
 
-    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder,
+        tempfile.TemporaryDirectory(prefix="octavo-cache-") as cache,
+    ):
         num_bytes = write_checkpoint(shape(name) if name in SHAPES else name, folder)
-        figure = startup(folder, load_format="safetensors")
-        notes = f"{num_bytes / 1e9:.1f} GB; {figure.notes}"
-        return replace(figure, work="load", notes=notes)
+        figures = []
+        for work in ("load, nothing compiled", "load"):
+            figure = startup(folder, cache=cache, load_format="safetensors")
+            notes = f"{num_bytes / 1e9:.1f} GB; {figure.notes}"
+            figures.append(replace(figure, work=work, notes=notes))
+        return figures
 
 
 def run(
@@ -257,7 +266,7 @@ def _run(
     if "startup" in works:
         tell(startup(name, **options))
     if "load" in works:
-        tell(load(name))
+        tell(*load(name))
     ceilings = Ceilings.measure()
     hosting = {"preemption": "swap", "swap_memory": "1GiB"} if "swap" in works else {}
     with open_llm(name, prefix_caching=False, **hosting, **options) as llm:
@@ -322,16 +331,22 @@ def forget(llm: LLM) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What the figures depend on."""
+    """What the figures depend on, optional kernels included."""
     import torch
     import triton
 
+    from octavo.execution.attention.flash3 import find_flash3
+    from octavo.execution.attention.flashinfer import find_flashinfer
+
+    flashinfer = find_flashinfer()
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": str(torch.version.cuda),
         "gpu": torch.cuda.get_device_name(),
+        "flash-attention 3": "none" if find_flash3() is None else "installed",
+        "flashinfer": "none" if flashinfer is None else flashinfer.__version__,
     }
 
 

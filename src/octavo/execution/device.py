@@ -83,7 +83,7 @@ class CUDADevice:
             result = work()
             graph.capture_end()
         except BaseException:
-            self._give_up(graph)
+            self._give_up(graph, pool)
             raise
 
         def replay() -> Any:
@@ -92,14 +92,14 @@ class CUDADevice:
 
         return replay
 
-    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _give_up(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """End a capture that failed, so that others can follow."""
         if torch.cuda.is_current_stream_capturing():
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
         # PyTorch before 2.12 leaves its allocator in the pool of a capture that cannot be ended.
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.torch_device.index, graph.pool())
+            torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
 
 
 class _Done:

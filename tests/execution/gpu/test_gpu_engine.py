@@ -220,6 +220,7 @@ def test_a_capture_that_fails_leaves_room_for_others(model: Path, spoils: bool) 
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_captured_steps_take_some_of_the_gpus_memory(model: Path) -> None:
     core = gpu_engine(model, num_blocks=60, depth=2, chunk=32)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from execution.gpu.attention_runs import GRID
 from execution.gpu.references import ints, make_pool, rotate, tolerance
-from execution.gpu.test_attention import GRID
 from octavo.execution.kernels.activation import silu_and_mul
 from octavo.execution.kernels.fp8 import quantize_rows
 from octavo.execution.kernels.gpu import SplitSum

@@ -46,6 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+def pytest_report_header() -> str:
+    return f"OCTAVO_TEST_SEED={os.environ.get('OCTAVO_TEST_SEED', '0')} (of GPU kernels' inputs)"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Also where there is no header, as with -q: a failure can be had again."""
+    if "OCTAVO_TEST_SEED" in os.environ:
+        terminalreporter.write_line(pytest_report_header())
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long", action="store_true", help="run the tests that are bounded in CI at full length"

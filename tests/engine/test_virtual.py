@@ -14,7 +14,7 @@ import pytest
 
 from engine.test_beams import alone as mixed_alone
 from engine.test_beams import mixed, reference
-from engine.test_equality import REQUESTS, alone
+from engine.test_equality import NEW_TOKENS, REQUESTS, alone
 from engine.tiny_engine import TOKEN_BYTES, build, pool, run, save_llama
 from octavo.config import ConfigError
 from octavo.core.layout import KVLayout
@@ -219,6 +219,37 @@ def test_kernels_over_tables_read_the_pool_view(model: Path, attention: str) -> 
     assert report.attention == attention
     check(core, REQUESTS, alone())
     assert core.scheduler.num_swaps >= 5
+
+
+@pytest.mark.parametrize("attention", ["compiled", "gather"])
+def test_kernels_over_tables_score_as_without_slots(model: Path, attention: str) -> None:
+    """To the last bit: log probabilities of prompts and of what is generated, of the same rows in
+    the same steps."""
+    asked = [
+        replace(request, params=replace(request.params, logprobs=0, prompt_logprobs=0))
+        for request in REQUESTS[:12]
+    ]
+    found = []
+    for kv in ("paged", "virtual"):
+        core, _ = build(
+            model, kv=kv, attention=attention, block_size=SIZE, kv_memory=pool(100, SIZE),
+            max_num_seqs=len(asked), max_num_batched_tokens=29,
+        )  # fmt: skip
+        for request in asked:
+            core.scheduler.add(request)
+        told: list[tuple[int, int, bytes]] = []
+        while core.has_work:
+            outputs = core.step()
+            for piece in outputs.prompt_logprobs:
+                told.append((piece.owner, piece.start, piece.scores.logprobs.tobytes()))
+            if outputs.logprobs is not None:
+                scores = outputs.logprobs.scores.logprobs
+                places = zip(outputs.numbers, outputs.token_ids, scores, strict=True)
+                told += [(int(n), int(token), score.tobytes()) for n, token, score in places]
+        core.close()
+        found.append(told)
+    assert found[0] == found[1]
+    assert len(found[0]) > 12 * NEW_TOKENS
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -195,3 +195,76 @@ def test_running_rows_are_not_to_need_more_than_the_limit() -> None:
     virtual.admit(0, as_ids(range(16)))
     with pytest.raises(AssertionError, match="need 1 mappings more"):
         virtual.drain()
+
+
+Places = list[tuple[int, int, int]]
+
+
+def urgent_and_ahead(virtual: VirtualManager) -> tuple[Places, Places]:
+    """What the next plan maps for its own step, and what for later ones."""
+    found: tuple[Places, Places] = ([], [])
+    commands = virtual.drain().commands
+    virtual.retire(commands)
+    virtual.check()
+    for command in commands:
+        if isinstance(command, MapBlocks):
+            places = zip(command.slots, command.places, command.block_ids, strict=True)
+            found[command.is_ahead].extend((int(s), int(p), int(b)) for s, p, b in places)
+    return found
+
+
+def test_free_blocks_are_shown_ahead_of_need() -> None:
+    """Behind the row that grows, and where the next prompt would go; what comes to be needed there
+    is mapped already."""
+    virtual = manager(num_places=8, num_ahead=2)
+    virtual.admit(1, as_ids(range(6)))
+    urgent, ahead = urgent_and_ahead(virtual)
+    assert [place[:2] for place in urgent] == [(1, 0), (1, 1)]
+    (next_row,) = virtual.choose_rows([0, 2], 1, as_ids([7] * 6))
+    assert {place[:2] for place in ahead} == {(1, 2), (next_row, 0), (next_row, 1)}
+    assert len(ahead) == 3
+    blocks = {place[:2]: place[2] for place in ahead}
+    assert len(set(blocks.values()) - {NULL_BLOCK}) == 3
+    assert all(virtual.pool.is_free(block) for block in blocks.values()), "they pin nothing"
+    assert virtual.num_mapped_blocks == 5
+    assert virtual.grow(1, 9)
+    assert virtual.block_ids(1)[2] == blocks[1, 2]
+    urgent, ahead = urgent_and_ahead(virtual)
+    assert urgent == []
+    assert [place[:2] for place in ahead] == [(1, 3)], "the other slot is ready still"
+    virtual.admit(next_row, as_ids([7] * 6))
+    assert virtual.block_ids(next_row).tolist() == [blocks[next_row, 0], blocks[next_row, 1]]
+    urgent, ahead = urgent_and_ahead(virtual)
+    assert urgent == []
+    other = 2 - next_row
+    assert {place[:2] for place in ahead} == {(next_row, 2), (other, 0), (other, 1)}
+
+
+def test_nothing_is_shown_ahead_beyond_a_slot_or_the_limit() -> None:
+    virtual = manager(num_places=2, num_ahead=2)
+    virtual.admit(1, as_ids(range(6)))
+    _, ahead = urgent_and_ahead(virtual)
+    assert {place[:2] for place in ahead} == {(0, 0), (0, 1)}, "row 1 has all of its places"
+    virtual = manager(max_mapped=3, num_places=8, num_ahead=2)
+    virtual.admit(1, as_ids(range(6)))
+    _, ahead = urgent_and_ahead(virtual)
+    assert [place[:2] for place in ahead] == [(1, 2)]
+    virtual = manager(num_places=8)
+    virtual.admit(1, as_ids(range(6)))
+    assert urgent_and_ahead(virtual)[1] == []
+
+
+def test_a_block_that_was_shown_ahead_and_taken_is_mapped_anew() -> None:
+    virtual = manager(num_blocks=6, num_places=8, num_ahead=1)
+    virtual.admit(0, as_ids(range(4)))
+    _, ahead = urgent_and_ahead(virtual)
+    shown = {place[:2]: place[2] for place in ahead}
+    assert virtual.admit(2, as_ids([7] * 16)) is not None
+    assert shown[0, 1] in virtual.block_ids(2)
+    urgent_and_ahead(virtual)
+    virtual.free(2)
+    assert virtual.grow(0, 5)
+    urgent, _ = urgent_and_ahead(virtual)
+    table, slot = virtual.block_ids(0).tolist(), virtual.slot(0).tolist()
+    assert slot[:2] == table
+    assert urgent in ([], [(0, 1, table[1])])

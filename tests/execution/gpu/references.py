@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+LAYERS = (3, 1)
+"""How many layers an arena has, and which of them is tested."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
@@ -24,14 +27,17 @@ class Pool:
         return values if self.scales is None else values * self.scales[:, :, None]
 
     def slots(self, lengths: list[int]) -> torch.Tensor:
-        """One layer of slots that show the same, ``[1 + row, token, K|V, kv_head, head_dim]``;
+        """The same layer of slots that show the same, ``[1 + row, token, K|V, kv_head, head_dim]``;
         what lies behind a row's tokens is NaN."""
         stored = Pool(self.kv_layer, self.tables)
-        shape = (1 + len(lengths), max(lengths) + 5, 3, *self.kv_layer.shape[2:])
+        layer_size = self.kv_layer[0, 0].numel()
+        num_layers = self.kv_layer.stride(1) // layer_size
+        layer = self.kv_layer.storage_offset() // layer_size
+        shape = (1 + len(lengths), max(lengths) + 5, num_layers, *self.kv_layer.shape[2:])
         slots = torch.full(shape, float("nan"), device=self.kv_layer.device)
         for row, length in enumerate(lengths):
-            slots[1 + row, :length, 1] = stored.keys_and_values(row, length)
-        return slots.to(self.kv_layer.dtype)[:, :, 1]
+            slots[1 + row, :length, layer] = stored.keys_and_values(row, length)
+        return slots.to(self.kv_layer.dtype)[:, :, layer]
 
 
 def make_pool(
@@ -42,10 +48,11 @@ def make_pool(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    num_layers: int = 3,
-    layer: int = 1,
+    layers: tuple[int, int] = LAYERS,
 ) -> Pool:
-    """Rows of these lengths over random blocks in random order; the rest is NaN."""
+    """Rows of these lengths over random blocks in random order; the rest is NaN. ``layers`` are how
+    many the arena has, and which one it is."""
+    num_layers, layer = layers
     scales = None
     if dtype == torch.float8_e4m3fn:
         scales = torch.rand(2, num_kv_heads, device=device) / 50 + 0.005
@@ -100,3 +107,27 @@ def ints(values: object, device: torch.device) -> torch.Tensor:
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
     """For results of order one: rounding of the dtype, a few times."""
     return {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+
+
+def assert_attends(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Whether ``found [tokens, head, dim]``, computed in ``dtype``, is the float32 ``expected``.
+
+    Attention over more keys is smaller (random ones: 1.6 / sqrt(keys)), so what is allowed follows
+    the largest value of each token's head. Queries, keys and values are the reference's to the bit
+    and sums are float32, so two roundings are left, each of at most u, half an epsilon of the dtype
+    (2**-8 for bfloat16). That of the result is ``rtol``. Those of the weights, rounded to the dtype
+    for the product with values, have either sign: together they are some 0.4 u of a head's root
+    mean square, of which the largest of 64 to 256 values is 2.5 times or more. In PyTorch, rounding
+    where kernels do, the worst of ten million results over 1 to 2500 keys is 0.9 u of the head's
+    largest beyond ``rtol``; of chunks that are merged from three pieces in the dtype 1.5 u, and 2.3
+    u where their keys came from fp8 and were rounded once more. 4 u is allowed. One of 1000 random
+    keys left out changes some of eight heads by more than that, 19 times of 20.
+    """
+    if dtype == torch.float32:
+        torch.testing.assert_close(found.float(), expected, **tolerance(dtype))
+        return
+    unit = torch.finfo(dtype).eps / 2
+    largest = expected.abs().amax(dim=-1, keepdim=True)
+    torch.testing.assert_close(
+        found.float() / largest, expected / largest, atol=4 * unit, rtol=unit
+    )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from execution.gpu.references import attend, ints, make_pool, tolerance
+from execution.gpu.attention_runs import GRID, SMALL, run_decode, run_prefill, run_shared
+from execution.gpu.references import assert_attends, attend, ints, make_pool
 from octavo.execution import prefill_tiles
 from octavo.execution.attention.dense import (
     PIECE,
@@ -22,7 +21,6 @@ from octavo.execution.attention.dense import (
     is_supported,
     pieces,
 )
-from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
 from octavo.execution.kernels.decode_parts import (
     DecodeParts,
     DecodeTiling,
@@ -30,76 +28,17 @@ from octavo.execution.kernels.decode_parts import (
     decode_tiling,
 )
 from octavo.execution.kernels.merge import gather_keys, merge_attention
-from octavo.execution.kernels.prefill_attention import (
-    PrefillTiles,
-    PrefillWorkspace,
-    prefill_attention,
-    tile_tokens,
-)
-from octavo.execution.kernels.prefix_attention import PrefixTiles, prefix_attention, tile_rows
-from octavo.execution.prefill_tiles import TileCutter
 
 ON_GPU = torch.cuda.is_available()
 NAN = float("nan")
 E4M3 = torch.float8_e4m3fn
-# heads, KV heads, head dim, block size
-SMALL = [(6, 2, 16, 4), (4, 4, 24, 8), (3, 1, 80, 16)]
-# Every head dim with every grouping, block sizes in turn.
-GRID = [
-    (num_kv_heads * group, num_kv_heads, head_dim, (8, 16, 32, 128)[index % 4])
-    for index, (head_dim, (num_kv_heads, group)) in enumerate(
-        product((64, 80, 96, 128, 256), ((1, 16), (2, 1), (8, 4), (3, 3), (2, 8)))
-    )
+BF16, FP16 = torch.bfloat16, torch.float16
+# Shape, what is computed in, and what is stored (None: the same).
+GRID_KINDS = [(shape, BF16, kv_dtype) for shape in GRID for kv_dtype in (None, E4M3)] + [
+    (shape, FP16, kv_dtype) for shape in (GRID[2], GRID[17]) for kv_dtype in (None, E4M3)
 ]
-
-SMALL_TILES = DecodeTiling(32, stages=3, min_keys=32, whole_keys=0)
-
-
-def run_decode(
-    device: torch.device,
-    shape: tuple[int, int, int, int],
-    lengths: list[int],
-    *,
-    programs: int,
-    window: int = 0,
-    dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype | None = None,
-    tiling: DecodeTiling = SMALL_TILES,
-) -> None:
-    num_heads, num_kv_heads, head_dim, block_size = shape
-    pool = make_pool(
-        lengths, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-        dtype=kv_dtype or dtype, device=device,
-    )  # fmt: skip
-    count = len(lengths)
-    queries = torch.randn(count + 1, num_heads, head_dim, device=device).to(dtype)
-    order = torch.randperm(count).tolist()
-    rows = ints([*order, 0], device)
-    positions = ints([*(lengths[row] - 1 for row in order), 0], device)
-    out = torch.full_like(queries, NAN)
-    group = num_heads // num_kv_heads
-    parts = decode_parts(
-        rows, positions, ints([count], device), max_tokens=count + 1, num_kv_heads=num_kv_heads,
-        programs=programs, tiling=tiling, window=window,
-    )  # fmt: skip
-    workspace = DecodeWorkspace(
-        len(parts.table), count + 1, num_kv_heads, head_dim, group, device
-    )  # fmt: skip
-    for _ in range(2):  # the counters are as they were
-        decode_attention(
-            queries, pool.kv_layer, parts, pool.tables, out, workspace, tiling,
-            kv_scales=pool.scales,
-        )  # fmt: skip
-    assert out[count].isnan().all(), "a token beyond the last was touched"
-    for token, row in enumerate(order):
-        expected = attend(queries[token : token + 1], pool, row, lengths[row] - 1, window)
-        torch.testing.assert_close(out[token : token + 1].float(), expected, **tolerance(dtype))
-    in_slots = torch.full_like(queries, NAN)
-    decode_attention(
-        queries, pool.slots(lengths), parts, None, in_slots, workspace, tiling,
-        kv_scales=pool.scales,
-    )  # fmt: skip
-    assert torch.equal(in_slots[:count], out[:count]), "the same kernel reads the same in slots"
+# How many layers a pool has, and which is read: all strides differ.
+LAYERS = [(1, 0), (5, 4)]
 
 
 @pytest.mark.parametrize("window", [0, 70])
@@ -149,6 +88,17 @@ def test_decode_in_more_parts_than_are_added_at_a_time(device: torch.device) -> 
     run_decode(device, SMALL[0], [1, 300], programs=400)
 
 
+def test_decode_in_half_precision(device: torch.device) -> None:
+    run_decode(device, SMALL[2], [1, 31, 100], programs=100, dtype=FP16)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_decode_in_one_of_more_or_fewer_layers(
+    device: torch.device, layers: tuple[int, int]
+) -> None:
+    run_decode(device, SMALL[0], [9, 1, 33], programs=100, layers=layers)
+
+
 @pytest.mark.parametrize(("shape", "window"), [(SMALL[0], 0), (SMALL[1], 7)])
 def test_decode_of_fp8(device: torch.device, shape: tuple[int, int, int, int], window: int) -> None:
     run_decode(device, shape, [1, 31, 100], programs=100, window=window, kv_dtype=E4M3)
@@ -156,10 +106,12 @@ def test_decode_of_fp8(device: torch.device, shape: tuple[int, int, int, int], w
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("kv_dtype", [None, E4M3])
-@pytest.mark.parametrize("shape", GRID)
+@pytest.mark.parametrize(("shape", "dtype", "kv_dtype"), GRID_KINDS)
 def test_decode_over_a_grid(
-    device: torch.device, shape: tuple[int, int, int, int], kv_dtype: torch.dtype | None
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
 ) -> None:
     size = shape[3]
     edges = sorted({1, size - 1, size, size + 1, 63, 64, 65, 127, 128, 129, 255, 257, 511, 1000})
@@ -168,63 +120,31 @@ def test_decode_over_a_grid(
         (33, 1000, 100, 100),
     ):  # fmt: skip
         run_decode(
-            device, shape, edges, programs=programs, window=window, dtype=torch.bfloat16,
-            kv_dtype=kv_dtype, 
-            tiling=decode_tiling(num_tokens, shape[2], max_length, torch.bfloat16),
+            device, shape, edges, programs=programs, window=window, dtype=dtype,
+            kv_dtype=kv_dtype,
+            tiling=decode_tiling(num_tokens, shape[2], max_length, dtype),
         )  # fmt: skip
     run_decode(
-        device, shape, [1, 1500], programs=1000, dtype=torch.bfloat16, kv_dtype=kv_dtype,
+        device, shape, [1, 1500], programs=1000, dtype=dtype, kv_dtype=kv_dtype,
         tiling=DecodeTiling(min_keys=64),
     )  # fmt: skip
-
-
-def run_prefill(
-    device: torch.device,
-    shape: tuple[int, int, int, int],
-    chunks: list[tuple[int, int]],
-    *,
-    window: int = 0,
-    dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype | None = None,
-    block_n: int | None = 32,
-) -> None:
-    """``chunks`` are (start, count)."""
-    num_heads, num_kv_heads, head_dim, block_size = shape
-    pool = make_pool(
-        [start + count for start, count in chunks], num_kv_heads=num_kv_heads, head_dim=head_dim,
-        block_size=block_size, dtype=kv_dtype or dtype, device=device,
-    )  # fmt: skip
-    cutter = TileCutter(tile_tokens(num_heads, num_kv_heads), num_kv_heads, cuts=not window)
-    starts, counts = (np.array(column, dtype=np.int32) for column in zip(*chunks, strict=True))
-    found = cutter.tiles(np.arange(len(chunks), dtype=np.int32), counts, starts, 0 * counts, 0)
-    found[0] += 1  # the first token belongs to nobody
-    nobody = [[0], [1], [0], [0], [0], [1], [-1], [0], [1]]
-    tiles = PrefillTiles(
-        ints(np.hstack([found, nobody]).tolist(), device), ints([found.shape[1]], device)
-    )
-    workspace = PrefillWorkspace(cutter.max_parts, num_kv_heads, head_dim, device)
-    options = {"window": window, "block_n": block_n, "kv_scales": pool.scales}
-    queries = torch.randn(1 + int(counts.sum()), num_heads, head_dim, device=device).to(dtype)
-    out = torch.full_like(queries, NAN)
-    for _ in range(2):  # the counters are as they were
-        prefill_attention(queries, pool.kv_layer, tiles, pool.tables, out, workspace, **options)
-    assert out[0].isnan().all(), "a token of no tile was touched"
-    first = 1
-    for row, (start, count) in enumerate(chunks):
-        own = slice(first, first + count)
-        expected = attend(queries[own], pool, row, start, window)
-        torch.testing.assert_close(out[own].float(), expected, **tolerance(dtype))
-        first += count
-    in_slots = torch.full_like(queries, NAN)
-    slots = pool.slots([start + count for start, count in chunks])
-    prefill_attention(queries, slots, tiles, None, in_slots, workspace, **options)
-    assert torch.equal(in_slots[1:], out[1:]), "the same kernel reads the same in slots"
 
 
 @pytest.mark.parametrize("shape", SMALL)
 @pytest.mark.parametrize("window", [0, 7])
 def test_prefill(device: torch.device, shape: tuple[int, int, int, int], window: int) -> None:
     run_prefill(device, shape, [(0, 45), (33, 3)], window=window)
+
+
+def test_prefill_in_half_precision(device: torch.device) -> None:
+    run_prefill(device, SMALL[2], [(0, 21), (33, 3)], dtype=FP16)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_prefill_in_one_of_more_or_fewer_layers(
+    device: torch.device, layers: tuple[int, int]
+) -> None:
+    run_prefill(device, SMALL[0], [(0, 11), (33, 3)], layers=layers)
 
 
 def test_prefill_of_a_tile_in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,15 +163,17 @@ def test_prefill_of_fp8(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("kv_dtype", [None, E4M3])
-@pytest.mark.parametrize("shape", GRID)
+@pytest.mark.parametrize(("shape", "dtype", "kv_dtype"), GRID_KINDS)
 def test_prefill_over_a_grid(
-    device: torch.device, shape: tuple[int, int, int, int], kv_dtype: torch.dtype | None
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
 ) -> None:
     chunks = [(0, 1), (0, 200), (127, 1), (128, 130), (300, 33), (1, 64), (2500, 9), (1535, 2)]
     for window in (0, 100):
         run_prefill(
-            device, shape, chunks, window=window, dtype=torch.bfloat16, kv_dtype=kv_dtype,
+            device, shape, chunks, window=window, dtype=dtype, kv_dtype=kv_dtype,
             block_n=None,
         )  # fmt: skip
 
@@ -287,6 +209,31 @@ def test_shared_memory_holds_the_tiles_of_wide_heads() -> None:
     assert {name: names.count(name) for name in set(names)} == {
         "_decode": 5, "_prefill": 2, "_prefix": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_key_of_a_thousand_is_missed(device: torch.device, dtype: torch.dtype) -> None:
+    """What is allowed covers the roundings of kernels, and not more."""
+    count = 1000
+    pool = make_pool(
+        [count], num_kv_heads=8, head_dim=128, block_size=16, dtype=dtype, device=device
+    )
+    queries = torch.randn(1, 32, 128, device=device).to(dtype)
+    expected = attend(queries, pool, 0, count - 1)
+    keys, values = pool.keys_and_values(0, count).repeat_interleave(4, dim=2).unbind(dim=1)
+    scores = torch.einsum("qhd,khd->hqk", queries.float(), keys) * 128**-0.5
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    for missing in (None, 0, 500, count - 1):
+        if missing is not None:
+            weights = weights.index_fill(2, torch.tensor([missing], device=device), 0.0)
+        rounded = weights.to(dtype).float()
+        found = torch.einsum("hqk,khd->qhd", rounded, values) / weights.sum(-1).T[:, :, None]
+        if missing is None:
+            assert_attends(found.to(dtype), expected, dtype)
+            continue
+        with pytest.raises(AssertionError, match="not close"):
+            assert_attends(found.to(dtype), expected, dtype)
+        expected = found  # The next is missed by itself.
 
 
 def test_pieces_of_a_prefix() -> None:
@@ -337,73 +284,7 @@ def test_dense_chunks(device: torch.device, start: int, kv_dtype: torch.dtype) -
     dense_attention(queries, pool.kv_layer, pool.tables, chunk, out, pool.scales)
     assert out[:7].isnan().all()
     expected = attend(queries[7:], pool, 1, start)
-    torch.testing.assert_close(out[7:].float(), expected, atol=2e-2, rtol=2e-2)
-
-
-def run_shared(
-    device: torch.device,
-    shape: tuple[int, int, int, int],
-    *,
-    prefixes: list[int],
-    own: list[list[int]],
-    programs: int,
-    prefix_splits: int,
-    dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype | None = None,
-    block_n: int | None = 32,
-) -> None:
-    """Group i shares ``prefixes[i]`` tokens, and its rows have ``own[i]`` more; the last group
-    shares nothing."""
-    num_heads, num_kv_heads, head_dim, block_size = shape
-    lengths = [prefix + n for prefix, ns in zip(prefixes, own, strict=True) for n in ns]
-    pool = make_pool(
-        lengths, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-        dtype=kv_dtype or dtype, device=device,
-    )  # fmt: skip
-    per_tile = tile_rows(num_heads, num_kv_heads)
-    tokens, rows, tile_lengths, covered, first = [], [], [], [], 0
-    for prefix, ns in zip(prefixes, own, strict=True):
-        members = list(range(first, first + len(ns)))
-        blocks = prefix // block_size
-        pool.tables[members, :blocks] = pool.tables[first, :blocks].clone()
-        covered += [prefix] * len(ns)
-        for start in range(0, len(members) if prefix else 0, per_tile):
-            part = members[start : start + per_tile]
-            tokens.append(part + [-1] * (per_tile - len(part)))
-            rows.append(first)
-            tile_lengths.append(prefix)
-        first += len(ns)
-    tiles = PrefixTiles(
-        ints([*tokens, [0] * per_tile], device),
-        ints([*rows, 0], device),
-        ints([*tile_lengths, 5], device),
-        ints([len(rows)], device),
-        ints(covered, device),
-    )
-    queries = torch.randn(len(lengths), num_heads, head_dim, device=device).to(dtype)
-    parts = prefix_attention(
-        queries, pool.kv_layer, tiles, pool.tables, splits=prefix_splits, block_n=block_n,
-        kv_scales=pool.scales,
-    )  # fmt: skip
-    out = torch.full_like(queries, NAN)
-    row_ids = ints(list(range(len(lengths))), device)
-    positions = ints([length - 1 for length in lengths], device)
-    own_parts = decode_parts(
-        row_ids, positions, ints([len(lengths)], device), max_tokens=len(lengths),
-        num_kv_heads=num_kv_heads, programs=programs, tiling=SMALL_TILES,
-        prefix_lengths=parts.lengths,
-    )  # fmt: skip
-    group = num_heads // num_kv_heads
-    workspace = DecodeWorkspace(
-        len(own_parts.table), len(lengths), num_kv_heads, head_dim, group, device
-    )  # fmt: skip
-    decode_attention(
-        queries, pool.kv_layer, own_parts, pool.tables, out, workspace, SMALL_TILES, prefix=parts,
-        kv_scales=pool.scales,
-    )  # fmt: skip
-    for row, length in enumerate(lengths):
-        expected = attend(queries[row : row + 1], pool, row, length - 1)
-        torch.testing.assert_close(out[row : row + 1].float(), expected, **tolerance(dtype))
+    assert_attends(out[7:], expected, torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", SMALL)
@@ -427,14 +308,16 @@ def test_a_shared_prefix_of_fp8(device: torch.device, shape: tuple[int, int, int
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("kv_dtype", [None, E4M3])
-@pytest.mark.parametrize("shape", GRID)
+@pytest.mark.parametrize(("shape", "dtype", "kv_dtype"), GRID_KINDS)
 def test_shared_prefixes_over_a_grid(
-    device: torch.device, shape: tuple[int, int, int, int], kv_dtype: torch.dtype | None
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
 ) -> None:
     own = [[1, 7, 130, 64, *range(1, 70)], [65, 3], [300, 1]]
     for programs, prefix_splits in ((1, 1), (300, 4)):
         run_shared(
             device, shape, prefixes=[1024, 128, 0], own=own, programs=programs,
-            prefix_splits=prefix_splits, dtype=torch.bfloat16, kv_dtype=kv_dtype, block_n=None,
+            prefix_splits=prefix_splits, dtype=dtype, kv_dtype=kv_dtype, block_n=None,
         )  # fmt: skip

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from execution.gpu.attention_runs import GRID
 from execution.gpu.references import ints, make_pool, rotate, tolerance
-from execution.gpu.test_attention import GRID
 from octavo.execution.kernels.activation import silu_and_mul
 from octavo.execution.kernels.fp8 import quantize_rows
 from octavo.execution.kernels.gpu import SplitSum
@@ -190,23 +190,55 @@ def test_the_chosen_products_of_fp8(device: torch.device, is_invariant: bool) ->
         assert torch.equal(first, y[:2])
 
 
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def rounded_close(dtype: torch.dtype) -> dict[str, float]:
+    """For what is computed in float32 and rounded once: twice that rounding."""
+    return {"atol": 1e-5, "rtol": max(torch.finfo(dtype).eps, 1e-5)}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("hidden", [200, 2048, 4096, 14336] if ON_GPU else [200])
 @pytest.mark.parametrize("splits", [0, 1, 3])
-def test_a_residual_is_added_and_normed(device: torch.device, splits: int) -> None:
-    residual = torch.randn(3, 200, device=device)
-    parts = torch.randn(max(splits, 1), 3, 200, device=device)
-    weight = torch.rand(200, device=device)
-    delta = (None, parts[0])[min(splits, 1)] if splits < 2 else SplitSum(parts)
-    expected = residual + (parts[: max(splits, 0)].sum(0) if splits else 0)
+def test_a_residual_is_added_and_normed(
+    device: torch.device, splits: int, hidden: int, dtype: torch.dtype
+) -> None:
+    """The norm is of the sum as it was rounded. Parts are float32, a whole product is not."""
+    residual = torch.randn(3, hidden, device=device).to(dtype)
+    parts = torch.randn(max(splits, 1), 3, hidden, device=device)
+    delta: torch.Tensor | SplitSum | None = None
+    if splits == 1:
+        parts = parts.to(dtype)
+        delta = parts[0]
+    elif splits:
+        delta = SplitSum(parts)
+    weight = torch.rand(hidden, device=device).to(dtype)
+    added = residual.double() + (parts.double().sum(0) if splits else 0)
+    before = residual.clone()
     y = add_rms_norm(residual, delta, weight, 1e-5)
-    torch.testing.assert_close(residual, expected)
-    torch.testing.assert_close(y, F.rms_norm(expected, (200,), weight, 1e-5))
+    assert y.dtype == residual.dtype == dtype
+    torch.testing.assert_close(residual.double(), added, **rounded_close(dtype))
+    assert splits or torch.equal(residual, before)
+    x = residual.double()
+    expected = x * (x.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    torch.testing.assert_close(y.double(), expected, **rounded_close(dtype))
 
 
-def test_a_gate_of_parts(device: torch.device) -> None:
-    parts = torch.randn(2, 3, 600, device=device)
-    gate, up = parts.sum(0).chunk(2, dim=-1)
-    y = silu_and_mul(SplitSum(parts), torch.float32)
-    torch.testing.assert_close(y, F.silu(gate) * up)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("features", [300, 2048, 4096, 14336] if ON_GPU else [300])
+@pytest.mark.parametrize(("rows", "splits"), [(3, 2), (3, 1), (65, 1)])
+def test_a_gate_of_parts(
+    device: torch.device, rows: int, splits: int, features: int, dtype: torch.dtype
+) -> None:
+    """Of parts in float32, or of a product in the dtype itself; many rows are cut otherwise."""
+    parts = torch.randn(splits, rows, 2 * features, device=device)
+    if splits == 1:
+        parts = parts.to(dtype)
+    gate, up = parts.double().sum(0).chunk(2, dim=-1)
+    y = silu_and_mul(SplitSum(parts) if splits > 1 else parts[0], dtype)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), F.silu(gate) * up, **rounded_close(dtype))
 
 
 def run_rotation(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from execution.gpu.references import attend, make_pool, tolerance
+from execution.gpu.references import assert_attends, attend, make_pool
 from octavo.execution.attention.dense import DenseChunk, dense_attention
 from octavo.execution.attention.flash3 import Flash3, find_flash3
 
@@ -105,4 +105,4 @@ def test_the_installed_build(start: int, count: int) -> None:
         chunk = DenseChunk(0, 0, count, start)
         dense_attention(queries, kv_layer, tables, chunk, out, flash3=flash3)
         expected = attend(queries, pool, 0, start)
-        torch.testing.assert_close(out.float(), expected, **tolerance(torch.bfloat16))
+        assert_attends(out, expected, torch.bfloat16)

@@ -13,7 +13,7 @@ import torch
 
 from engine.tiny_engine import build, run
 from execution.gpu.fake_flashinfer import FakeFlashInfer
-from execution.gpu.references import attend, ints, make_pool, tolerance
+from execution.gpu.references import assert_attends, attend, ints, make_pool
 from execution.gpu.test_gpu_engine import BLOCK_SIZE, MAX_NUM_SEQS, ON_GPU, gpu_engine, requests
 from execution.models.tiny_models import tiny_qwen3
 from octavo.core.plan import int_array
@@ -83,7 +83,7 @@ def check(library: Any, device: Device, dtype: torch.dtype, shape: dict[str, int
         for row, count in zip(picked, counts, strict=True):
             own = slice(first, first + count)
             expected = attend(queries[own], pool, row, LENGTHS[row] - count, window)
-            torch.testing.assert_close(found[own].float(), expected, **tolerance(dtype))
+            assert_attends(found[own], expected, dtype)
             first += count
 
 

@@ -61,13 +61,15 @@ def gpu_engine(
     weights: str = "bf16",
     kv_dtype: str = "auto",
     max_blocks: int | None = None,
+    max_num_seqs: int = MAX_NUM_SEQS,
+    block_size: int = BLOCK_SIZE,
 ) -> EngineCore:
     from octavo.engine.gpu_parts import GPUParts
     from octavo.execution.executors.gpu import GPUExecutor
 
     device: Device = CUDADevice() if ON_GPU else PlainDevice()
     config = EngineConfig(
-        model=str(model), dtype="float32", max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=chunk,
+        model=str(model), dtype="float32", max_num_seqs=max_num_seqs, max_num_batched_tokens=chunk,
         depth=depth,
     )  # fmt: skip
     limits = resolve_limits(
@@ -82,13 +84,13 @@ def gpu_engine(
     )
     is_virtual = kv == "virtual"
     parts = GPUParts(
-        decoder, device, None if is_virtual else BLOCK_SIZE, limits, is_invariant=is_invariant,
+        decoder, device, None if is_virtual else block_size, limits, is_invariant=is_invariant,
         kv=kv, attention=attention, kv_dtype=kv_dtype,
     )  # fmt: skip
     block_size = parts.layout.block_size
     runner = parts.runner(num_blocks, num_host_blocks, ON_GPU, max_blocks)
     capacity = KVCapacity(num_blocks, block_size, parts.layout.block_bytes, num_host_blocks)
-    sizes = (num_blocks, block_size, MAX_NUM_SEQS)
+    sizes = (num_blocks, block_size, max_num_seqs)
     options = {"prefix_caching": True, "num_host_blocks": num_host_blocks}
     manager: Any = PagedManager(*sizes, **options)
     if kv == "contiguous":
@@ -101,10 +103,10 @@ def gpu_engine(
         )  # fmt: skip
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_seqs=MAX_NUM_SEQS,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=chunk,
             max_model_len=limits.max_model_len,
-            max_queued_requests=16,
+            max_queued_requests=4 * max_num_seqs,
             preemption=PreemptionPolicy(mode="swap" if num_host_blocks else "recompute"),
             finds_prefix_groups=True,
             max_blocks=max_blocks,
@@ -136,100 +138,6 @@ def requests(max_tokens: int = 5) -> list[Request]:
         )
         for index, ((kind, n), length) in enumerate(zip(kinds, (9, 13, 3, 6), strict=True))
     ]
-
-
-def test_what_captured_steps_take_is_counted(model: Path) -> None:
-    """Once each, the first replay included; what others give back meanwhile is nobody's."""
-    core = gpu_engine(model, num_blocks=9, depth=1, chunk=16)
-    step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
-    free, ran = iter([1000, 900, 900, 950]), []
-
-    class Captures(PlainDevice):
-        def free_bytes(self) -> int:
-            return next(free)
-
-        def capture(self, work: Any, pool: Any) -> Any:
-            return work
-
-    step_graphs._device, step_graphs._captures = Captures(), True
-    for _ in range(4):
-        for key in ("a", "b"):
-            step_graphs._run(key, lambda key=key: ran.append(key))
-    assert ran == ["a", "b"] * 4
-    assert (step_graphs.num_captured, core.captured_bytes) == (2, 100)
-    core.close()
-    assert core.captured_bytes == 0
-
-
-def test_a_step_that_failed_is_captured_once_it_has_run(model: Path) -> None:
-    """A capture may load no kernel, so it begins only when everything has run; one that fails
-    starts over."""
-    core = gpu_engine(model, num_blocks=9, depth=1, chunk=16)
-    step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
-    fails, ran, captured = iter([True, False, True, False, False, False]), [], []
-
-    class Captures(PlainDevice):
-        def capture(self, work: Any, pool: Any) -> Any:
-            work()
-            captured.append(len(ran))
-            return work
-
-    def work() -> None:
-        if next(fails):
-            raise ZeroDivisionError
-        ran.append(len(ran))
-
-    step_graphs._device, step_graphs._captures = Captures(), True
-    for expected in (True, False, True, False, False):
-        if expected:
-            with pytest.raises(ZeroDivisionError):
-                step_graphs._run("key", work)
-        else:
-            step_graphs._run("key", work)
-    # Failed; ran; its capture failed; ran; was captured and replayed.
-    assert (ran, captured) == ([0, 1, 2, 3], [3])
-    core.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("spoils", [False, True])
-def test_a_capture_that_fails_leaves_room_for_others(model: Path, spoils: bool) -> None:
-    """Whether something else in it is at fault, or CUDA refuses what it was asked for."""
-    core = gpu_engine(model, num_blocks=60, depth=2, chunk=32)
-    expected = run(core, requests(), beams={})
-    step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
-    device = step_graphs._device
-    states = torch.ones(8, device=device.torch_device)
-
-    def work() -> torch.Tensor:
-        if bool((states * 2).isfinite().all() if spoils else True):
-            raise ZeroDivisionError
-        return states
-
-    for _ in range(3):
-        with device.context(), pytest.raises(RuntimeError if spoils else ZeroDivisionError):
-            device.capture(work, step_graphs._pool)
-    with device.context():
-        replay = device.capture(lambda: states * 3, step_graphs._pool)
-        assert replay().tolist() == [3.0] * 8
-    for _ in range(3):
-        assert run(core, requests(), beams={}) == expected
-    assert step_graphs.num_captured > 3
-    core.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-def test_captured_steps_take_some_of_the_gpus_memory(model: Path) -> None:
-    core = gpu_engine(model, num_blocks=60, depth=2, chunk=32)
-    step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
-    for _ in range(3):
-        run(core, requests(), beams={})
-    assert step_graphs.num_captured > 3
-    assert 0 < core.captured_bytes < 2**30
-    core.close()
 
 
 def test_few_rows_are_read_otherwise_once_one_is_long(
@@ -431,59 +339,6 @@ def test_the_last_layer_computes_what_is_sampled(
     assert run(core, [scored])
     assert num_rows == [3, 3]
     core.close()
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        {},
-        pytest.param(
-            {"weights": "fp8", "kv_dtype": "fp8"},
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a GPU")],
-        ),
-    ],
-)
-def test_deterministic_scores_are_the_same_to_the_last_bit(
-    model: Path, kinds: dict[str, str]
-) -> None:
-    """Alone, and beside others in chunks of five: the same tokens and the same scores."""
-    random = np.random.default_rng(2)
-    asked = [
-        Request(
-            number=index,
-            prompt_token_ids=int_array(random.integers(3, 96, length)),
-            params=SamplingParams(temperature=0.0, max_tokens=3, logprobs=2),
-            max_tokens=3,
-            seed=0,
-            stop_token_ids=(),
-        )
-        for index, length in enumerate((11, 7))
-    ]
-    dtype = "bfloat16" if ON_GPU else "float32"
-    found = []
-    for together, chunk in ((False, 64), (True, 5)):
-        core = gpu_engine(
-            model, num_blocks=60, depth=1, chunk=chunk, dtype=dtype, is_invariant=True, **kinds
-        )
-        scores: dict[int, list[tuple[int, bytes]]] = {0: [], 1: []}
-        for batch in [asked] if together else [[request] for request in asked]:
-            for request in batch:
-                core.scheduler.add(request)
-            while core.has_work:
-                outputs = core.step()
-                if outputs.logprobs is None:
-                    continue
-                for number, token, logprob in zip(
-                    outputs.numbers,
-                    outputs.token_ids,
-                    outputs.logprobs.scores.logprobs,
-                    strict=True,
-                ):
-                    scores[int(number)].append((int(token), logprob.tobytes()))
-        found.append(scores)
-        core.close()
-    assert found[0] == found[1]
-    assert all(len(tokens) == 3 for tokens in found[0].values())
 
 
 def test_a_row_without_numbers_fails_its_step_only(model: Path) -> None:

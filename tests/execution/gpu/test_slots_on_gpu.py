@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from execution.gpu.references import ints, tolerance
+from execution.gpu.references import assert_attends, ints
 from octavo.core.layout import KVLayout
 from octavo.core.plan import MapBlocks, int_array
 from octavo.execution.attention.dense import PIECE, DenseChunk, dense_attention
@@ -131,9 +131,7 @@ def test_no_kernel_reads_behind_what_is_mapped(kind: Callable[..., PagedAttentio
     for row, start, count in chunks:
         own = slice(first, first + count)
         keys = arena.slots.tensor[row, : start + count, layer]
-        torch.testing.assert_close(
-            out[own].float(), expected(queries[own], keys, start), **tolerance(DTYPE)
-        )
+        assert_attends(out[own], expected(queries[own], keys, start), DTYPE)
         first += count
 
 
@@ -162,11 +160,7 @@ def test_flash3_ends_at_the_last_mapped_page(start: int, count: int) -> None:
         chunk = DenseChunk(row=row, offset=3, count=count, start=start)
         dense_attention(queries, kv_layer, None, chunk, out, flash3=flash3)
         torch.cuda.synchronize()
-        torch.testing.assert_close(
-            out[3:].float(),
-            expected(queries[3:], kv_layer[row, :length], start),
-            **tolerance(DTYPE),
-        )
+        assert_attends(out[3:], expected(queries[3:], kv_layer[row, :length], start), DTYPE)
         assert out[:3].isnan().all()
 
 
@@ -207,11 +201,8 @@ def test_decode_alone_in_a_captured_graph_follows_what_is_remapped(
         for token, (row, length) in enumerate(((3, 2 * SIZE), (1, SIZE))):
             keys = arena.slots.tensor[row, :length, 2]
             own = slice(token, token + 1)
-            torch.testing.assert_close(
-                out.view(2, HEADS, DIM)[own].float(),
-                expected(queries[own], keys, length - 1),
-                **tolerance(DTYPE),
-            )
+            found_own = out.view(2, HEADS, DIM)[own]
+            assert_attends(found_own, expected(queries[own], keys, length - 1), DTYPE)
     assert not torch.equal(*found)
 
 

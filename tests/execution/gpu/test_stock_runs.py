@@ -15,7 +15,7 @@ import torch
 
 from engine.tiny_engine import build, run
 from execution.gpu.fake_stock import Calls, standing_in
-from execution.gpu.references import Pool, attend, ints, tolerance
+from execution.gpu.references import Pool, assert_attends, attend, ints
 from execution.gpu.test_gpu_engine import BLOCK_SIZE, MAX_NUM_SEQS, ON_GPU, gpu_engine, requests
 from execution.models.tiny_models import tiny_mistral, tiny_qwen3
 from octavo.core.layout import KVLayout
@@ -137,7 +137,7 @@ def test_chunks_beside_rows_that_decode(
     for row, _, start, count in chunks:
         own = slice(begin, begin + count)
         expected = runs.expected(qkv[own], row, start, window)
-        torch.testing.assert_close(out[own].float(), expected, **tolerance(DTYPE))
+        assert_attends(out[own], expected, DTYPE)
         begin += count
     if kernels is not None:
         # The chunk itself, and 5 tokens of a prefix in powers of two.
@@ -179,8 +179,7 @@ def test_decode_alone_goes_by_the_devices_tables(
         for token, row in enumerate((3, 1)):
             own = slice(token, token + 1)
             expected = runs.expected(qkv[own], row, lengths[row][1] - 1, 0)
-            found = out.view(3, HEADS, DIM)[own].float()
-            torch.testing.assert_close(found, expected, **tolerance(DTYPE))
+            assert_attends(out.view(3, HEADS, DIM)[own], expected, DTYPE)
 
 
 def test_the_host_follows_where_rows_begin(device: torch.device, kernels: Calls | None) -> None:
@@ -208,7 +207,7 @@ def test_the_host_follows_where_rows_begin(device: torch.device, kernels: Calls 
         own = slice(chunk.offset, chunk.offset + count)
         pool = Pool(runs.arena.kv[:, :, LAYER], runs.tables)
         expected = attend(queries[own], pool, chunk.row, start)
-        torch.testing.assert_close(out[own].float(), expected, **tolerance(DTYPE))
+        assert_attends(out[own], expected, DTYPE)
 
 
 class Replaying(PlainDevice):

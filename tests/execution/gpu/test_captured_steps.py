@@ -1,0 +1,117 @@
+"""Captured steps of a whole engine: what they take, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.tiny_engine import run
+from execution.gpu.test_gpu_engine import ON_GPU, gpu_engine, requests
+from execution.models.tiny_models import tiny_qwen3
+from octavo.execution.device import PlainDevice
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_qwen3(head_dim=16).save_pretrained(folder)
+    return folder
+
+
+def test_what_captured_steps_take_is_counted(model: Path) -> None:
+    """Once each, the first replay included; what others give back meanwhile is nobody's."""
+    core = gpu_engine(model, num_blocks=9, depth=1, chunk=16)
+    step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
+    free, ran = iter([1000, 900, 900, 950]), []
+
+    class Captures(PlainDevice):
+        def free_bytes(self) -> int:
+            return next(free)
+
+        def capture(self, work: Any, pool: Any) -> Any:
+            return work
+
+    step_graphs._device, step_graphs._captures = Captures(), True
+    for _ in range(4):
+        for key in ("a", "b"):
+            step_graphs._run(key, lambda key=key: ran.append(key))
+    assert ran == ["a", "b"] * 4
+    assert (step_graphs.num_captured, core.captured_bytes) == (2, 100)
+    core.close()
+    assert core.captured_bytes == 0
+
+
+def test_a_step_that_failed_is_captured_once_it_has_run(model: Path) -> None:
+    """A capture may load no kernel, so it begins only when everything has run; one that fails
+    starts over."""
+    core = gpu_engine(model, num_blocks=9, depth=1, chunk=16)
+    step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
+    fails, ran, captured = iter([True, False, True, False, False, False]), [], []
+
+    class Captures(PlainDevice):
+        def capture(self, work: Any, pool: Any) -> Any:
+            work()
+            captured.append(len(ran))
+            return work
+
+    def work() -> None:
+        if next(fails):
+            raise ZeroDivisionError
+        ran.append(len(ran))
+
+    step_graphs._device, step_graphs._captures = Captures(), True
+    for expected in (True, False, True, False, False):
+        if expected:
+            with pytest.raises(ZeroDivisionError):
+                step_graphs._run("key", work)
+        else:
+            step_graphs._run("key", work)
+    # Failed; ran; its capture failed; ran; was captured and replayed.
+    assert (ran, captured) == ([0, 1, 2, 3], [3])
+    core.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("spoils", [False, True])
+def test_a_capture_that_fails_leaves_room_for_others(model: Path, spoils: bool) -> None:
+    """Whether something else in it is at fault, or CUDA refuses what it was asked for."""
+    core = gpu_engine(model, num_blocks=60, depth=2, chunk=32)
+    expected = run(core, requests(), beams={})
+    step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
+    device = step_graphs._device
+    states = torch.ones(8, device=device.torch_device)
+
+    def work() -> torch.Tensor:
+        if bool((states * 2).isfinite().all() if spoils else True):
+            raise ZeroDivisionError
+        return states
+
+    for _ in range(3):
+        with device.context(), pytest.raises(RuntimeError if spoils else ZeroDivisionError):
+            device.capture(work, step_graphs._pool)
+    with device.context():
+        replay = device.capture(lambda: states * 3, step_graphs._pool)
+        assert replay().tolist() == [3.0] * 8
+    for _ in range(3):
+        assert run(core, requests(), beams={}) == expected
+    assert step_graphs.num_captured > 3
+    core.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_captured_steps_take_some_of_the_gpus_memory(model: Path) -> None:
+    core = gpu_engine(model, num_blocks=60, depth=2, chunk=32)
+    step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
+    for _ in range(3):
+        run(core, requests(), beams={})
+    assert step_graphs.num_captured > 3
+    assert 0 < core.captured_bytes < 2**30
+    core.close()

@@ -46,7 +46,8 @@ class Device(Protocol):
 
     def capture(self, work: Callable[[], Any], pool: Any) -> Callable[[], Any] | None:
         """Record ``work`` once, to be replayed at the cost of one call; None: not here. ``work``
-        has run before, and must find its tensors at the same addresses."""
+        has run before, and must find its tensors at the same addresses. Where it fails ``pool`` is
+        not to be used again; what was captured into it before stays."""
 
 
 class CUDADevice:
@@ -56,6 +57,7 @@ class CUDADevice:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
         self.stream = torch.cuda.Stream(self.torch_device)
+        self._given_up: list[torch.cuda.CUDAGraph] = []
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream)
@@ -78,8 +80,8 @@ class CUDADevice:
     def capture(self, work: Callable[[], Any], pool: Any) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`: it collects garbage and empties the allocator at every capture.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             result = work()
             graph.capture_end()
         except BaseException:
@@ -93,13 +95,16 @@ class CUDADevice:
         return replay
 
     def _give_up(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """End a capture that failed, so that others can follow."""
+        """End a capture that failed, so that others can follow, into other pools."""
         if torch.cuda.is_current_stream_capturing():
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
-        # PyTorch before 2.12 leaves its allocator in the pool of a capture that cannot be ended.
+        # PyTorch before 2.12 leaves both of its allocators in the pool of a capture that cannot be
+        # ended. That of the device can be told; that of pinned memory goes on asking the graph
+        # whether it is being captured, so the graph has to stay.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
+        self._given_up.append(graph)
 
 
 class _Done:

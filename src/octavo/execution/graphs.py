@@ -285,7 +285,11 @@ class StepGraphs:
         free = self._device.free_bytes()
         # A capture that fails starts over with a plain run.
         del self._graphs[key]
-        replay = self._device.capture(work, self._pool) or work
+        try:
+            replay = self._device.capture(work, self._pool) or work
+        except BaseException:
+            self._pool = self._device.capture_pool()
+            raise
         self._graphs[key] = replay
         # The driver takes some at the first replay. Somebody else may give memory back meanwhile.
         result = replay()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.tiny_engine import run
 from execution.gpu.test_gpu_engine import ON_GPU, gpu_engine, requests
@@ -78,30 +79,16 @@ def test_a_step_that_failed_is_captured_once_it_has_run(model: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("spoils", [False, True])
-def test_a_capture_that_fails_leaves_room_for_others(model: Path, spoils: bool) -> None:
-    """Whether something else in it is at fault, or CUDA refuses what it was asked for."""
-    core = gpu_engine(model, num_blocks=60, depth=2, chunk=32)
-    expected = run(core, requests(), beams={})
-    step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
-    device = step_graphs._device
-    states = torch.ones(8, device=device.torch_device)
-
-    def work() -> torch.Tensor:
-        if bool((states * 2).isfinite().all() if spoils else True):
-            raise ZeroDivisionError
-        return states
-
-    for _ in range(3):
-        with device.context(), pytest.raises(RuntimeError if spoils else ZeroDivisionError):
-            device.capture(work, step_graphs._pool)
-    with device.context():
-        replay = device.capture(lambda: states * 3, step_graphs._pool)
-        assert replay().tolist() == [3.0] * 8
-    for _ in range(3):
-        assert run(core, requests(), beams={}) == expected
-    assert step_graphs.num_captured > 3
-    core.close()
+@pytest.mark.parametrize("fault", ["raises", "waits"])
+def test_a_capture_that_fails_leaves_room_for_others(model: Path, fault: str) -> None:
+    """Whether something else in it is at fault, or CUDA refuses what it was asked for: waiting for
+    the device. In a process of its own, whose allocators nobody needs if they are left in a bad
+    state."""
+    program = Path(__file__).with_name("failing_capture.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(model), fault], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from octavo.config import ConfigError
 
@@ -114,11 +115,13 @@ def check_server(url: str) -> None:
     import httpx
 
     try:
+        # Which looks at the port, where httpx lets any number pass.
+        _ = urlsplit(url).port
         httpx.get(f"{_base(url)}/v1/models", timeout=httpx.Timeout(10, connect=5))
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL, ValueError) as error:
+        raise ConfigError(f"url {url!r} cannot be used: {error}") from error
     except httpx.HTTPError as error:
         raise ConnectionError(f"no server can be reached at {url}: {error}") from error
-    except (httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(f"url {url!r} cannot be used: {error}") from error
 
 
 def _base(url: str) -> str:

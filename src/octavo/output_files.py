@@ -34,6 +34,8 @@ def check_writable(option: str, path: Path | None) -> None:
 
 def check_directory(option: str, path: Path) -> None:
     """Raises `ConfigError` where no file could be made in ``path``."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{option}: {path} is no directory; name one")
     if not path.is_dir():
         raise ConfigError(f"{option}: the directory {path} does not exist; make it")
     if not os.access(path, os.W_OK | os.X_OK):

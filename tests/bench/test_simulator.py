@@ -33,6 +33,10 @@ def test_a_cluster_that_cannot_be() -> None:
     for arguments, message in (
         (["--replicas", "2", "--rate", "0"], "rate must be above 0"),
         (["--replicas", "2", "--compare"], "--compare runs one engine"),
+        (["--rate", "nan"], "--rate is for --replicas"),
+        (["--compare", "--num-requests", "1"], "--num-requests is for --replicas"),
+        (["--calibration", "x.json"], "--calibration is for --compare"),
+        (["--replicas", "2", "--model", "x"], "--model is for --compare"),
     ):
         found = CliRunner().invoke(app, ["bench", "simulator", *arguments])
         assert found.exit_code == 2

@@ -130,6 +130,23 @@ def test_requests_of_all_sizes_get_their_tokens_and_the_pool_is_whole_again(dept
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+def test_what_waits_behind_a_queue_that_ends_in_one_step_is_served(depth: int) -> None:
+    """All of it has arrived before the loop looks for the first time, and nothing comes later."""
+    harness = Harness(depth=depth, max_queued_requests=1)
+    with sockets() as (front_socket, back):
+        front = Front(front_socket)
+        for number in range(5):
+            front.send(AddRequest.of(request(number, [number + 1], 1)))
+        loop = EngineLoop(harness.core, toy_report(harness.core), back)
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        front.receive(lambda: len(front.reasons) == 5)
+        front.send(encode(Shutdown()))
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 def test_an_aborted_request_gives_its_blocks_back_within_two_steps(depth: int) -> None:
     harness = Harness(depth=depth)
     collect, steps, is_aborted = harness.executor.collect, itertools.count(1), threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -268,7 +269,7 @@ def test_a_mapping_that_fails_ends_nobody(
     while steps < 4:
         core.step()
         steps += 1
-    assert "slot 0 cannot be mapped" in caplog.text
+    assert re.search(r"slot \d cannot be mapped", caplog.text)
     assert "raise vm.max_map_count" in caplog.text
     assert caplog.text.count("through their block tables meanwhile") == 1
     pages._max_mappings = allowed  # type: ignore[attr-defined]

@@ -227,6 +227,34 @@ def test_a_piece_that_fails_fails_who_reads_that_far(monkeypatch: pytest.MonkeyP
     assert shown(arena, 0, 12) == [1] * 4 + [3] * 4 + [6] * 4
 
 
+def test_a_hole_that_is_filled_again_shows_what_is_behind_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Places in the middle get other blocks, which the system refuses at first. It is told once,
+    whichever rows are read meanwhile."""
+    arena = filled()
+    pages = arena.pages
+    arena.obey((maps((0, 0, 1), (0, 1, 2), (0, 2, 3), (0, 3, 4), (1, 0, 1)),))
+    everything = as_ids([0]), as_ids([16])
+    assert arena.can_show(*everything)
+
+    def refuse(*_: object) -> None:
+        raise PageError("no memory")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(pages, "map", refuse)
+        arena.obey((maps((0, 1, 6), (0, 2, 7)),))
+        for _ in range(3):
+            assert not arena.can_show(*everything)
+            assert arena.can_show(as_ids([1]), as_ids([4]))
+        assert arena.can_show(as_ids([0]), as_ids([4]))
+    assert caplog.text.count("cannot be mapped") == 1
+    assert "mapped again" not in caplog.text
+    assert arena.can_show(*everything)
+    assert caplog.text.count("mapped again") == 1
+    assert shown(arena, 0, 16) == [1] * 4 + [6] * 4 + [7] * 4 + [4] * 4
+
+
 def test_a_mapping_thread_that_fails_fails_who_reads_and_goes_on() -> None:
     arena = filled()
     mapper, real = arena._slots.mapper, arena._slots.mapper._map

@@ -153,7 +153,7 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(start: Start) -> None:
         port = taken.getsockname()[1]
         server = start("/nowhere", server={"port": port})
         assert server.wait_exit() == 1
-    assert f"ConfigError: cannot listen on 127.0.0.1 port {port}" in server.errors[-1]
+    assert f"OSError: cannot listen on 127.0.0.1 port {port}" in server.errors[-1]
 
 
 def test_a_missing_model_is_told(start: Start) -> None:

@@ -63,7 +63,7 @@ def test_traces_are_known_by_their_first_line(tmp_path: Path, kind: str) -> None
         ('{"timestamp": 0, "input_length": 3}\n', "line 1.*output_length"),
         ('{"timestamp": \n', "line 1"),
         ("prompt_tokens,output_tokens\n", "no request"),
-        ("", "no known format"),
+        ("", "is empty"),
     ],
 )
 def test_a_broken_trace_names_the_line(tmp_path: Path, text: str, message: str) -> None:

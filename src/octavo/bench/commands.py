@@ -44,9 +44,12 @@ def simulator(
         ),
     ] = False,
     model: Annotated[
-        str,
-        typer.Option(help="For --compare: a model, or a shape of bench gpu with random weights."),
-    ] = DEFAULT_MODEL,
+        str | None,
+        typer.Option(
+            help="For --compare: a model, or a shape of bench gpu with random weights "
+            f"[default: {DEFAULT_MODEL}]."
+        ),
+    ] = None,
     calibration: Annotated[
         str | None,
         typer.Option(help="For --compare: a calibration's name or file [default: the device's]."),
@@ -62,11 +65,15 @@ def simulator(
         ),
     ] = None,
     rate: Annotated[
-        float, typer.Option(help="For --replicas: requests a second, of ShareGPT's lengths.")
-    ] = 10_000.0,
+        float | None,
+        typer.Option(
+            help="For --replicas: requests a second, of ShareGPT's lengths [default: 10000]."
+        ),
+    ] = None,
     num_requests: Annotated[
-        int, typer.Option(min=1, help="For --replicas: how many requests come.")
-    ] = 20_000,
+        int | None,
+        typer.Option(min=1, help="For --replicas: how many requests come [default: 20000]."),
+    ] = None,
     device: options.Device = DEFAULTS.device,
     threads: options.Threads = 1,
     as_json: options.AsJSON = False,
@@ -75,15 +82,22 @@ def simulator(
     with readable_errors():
         if compare and replicas is not None:
             raise ConfigError("--compare runs one engine: leave out --replicas, or --compare")
+        for option, value in (("--rate", rate), ("--num-requests", num_requests)):
+            if value is not None and replicas is None:
+                raise ConfigError(f"{option} is for --replicas: give it, or leave {option} out")
+        for option, value in (("--model", model), ("--calibration", calibration)):
+            if value is not None and not compare:
+                raise ConfigError(f"{option} is for --compare: give it, or leave {option} out")
         if compare:
-            _compare(model, calibration, rounds, device, threads, as_json)
+            _compare(model or DEFAULT_MODEL, calibration, rounds, device, threads, as_json)
             return
         from octavo.bench import simulator
 
         if replicas is not None:
+            rate = 10_000.0 if rate is None else rate
             if not 0 < rate < float("inf"):
                 raise ConfigError(f"rate must be above 0 and finite, got {rate:g}")
-            found = simulator.measure_cluster(replicas, rate, num_requests)
+            found = simulator.measure_cluster(replicas, rate, num_requests or 20_000)
             if as_json:
                 print_json(asdict(found))
                 return

@@ -100,7 +100,9 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until a `Shutdown` arrives. Whatever the core raises ends the loop."""
         while True:
-            if not self._core.has_work:
+            # All of the queue may end in one step, and leave others behind it.
+            is_backlog_due = self._backlog and self._core.scheduler.has_room
+            if not self._core.has_work and not is_backlog_due:
                 self._send_last_stats()
                 self._socket.poll()
             self._receive()

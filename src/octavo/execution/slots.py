@@ -119,9 +119,10 @@ class Slots:
                 logger.warning("%s; rows are read through their block tables meanwhile", error)
             self._is_refused = True
             return False
-        if self._is_refused:
+        # Others may be refused still, whatever these rows are.
+        if self._is_refused and not self.mapper.has_failed:
             logger.warning("slots are mapped again")
-        self._is_refused = False
+            self._is_refused = False
         return True
 
 
@@ -166,6 +167,12 @@ class Mapper:
         self._failed: dict[int, tuple[Wanted, PageError]] = {}
         self._thread: threading.Thread | None = None
         self._is_closed = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something could not be mapped, and has not been since."""
+        with self._changed:
+            return bool(self._failed)
 
     def order(self, by_slot: dict[int, Wanted], *, is_urgent: bool) -> None:
         with self._changed:
@@ -304,10 +311,9 @@ class Mapper:
                         self._pages.unmap(self._range, base + first, count)
                         raise
             finally:
-                count = int(self._num_shown[slot])
-                for place in places:
-                    if base + place not in self._range.accessible:
-                        count = min(count, place)
-                    elif place == count:
-                        count += 1
+                # A place that is shown again may have others behind it, which were never hidden.
+                hidden = [p for p in places if base + p not in self._range.accessible]
+                count = min([int(self._num_shown[slot]), *hidden[:1]])
+                while count < self._num_places and base + count in self._range.accessible:
+                    count += 1
                 self._num_shown[slot] = count

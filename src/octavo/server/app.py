@@ -185,7 +185,7 @@ def _refuse(app: FastAPI, admin: APIRouter) -> None:
 
     async def refuse(request: Request) -> Response:
         raise APIError(
-            f"{request.method} {request.url.path[:200]}: administrative endpoints are not served; "
+            f"{request.method[:20]} {request.url.path[:200]}: administrative endpoints are not served; "
             "start the server with --admin-endpoints",
             status=404,
             code="admin_endpoints_disabled",
@@ -233,7 +233,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        place = f"{request.method} {request.url.path[:200]}"
+        place = f"{request.method[:20]} {request.url.path[:200]}"
         text = f"{place}: {error.detail}; see GET /v1/models, POST /v1/chat/completions"
         return APIError(text, status=error.status_code, headers=error.headers).response()
 

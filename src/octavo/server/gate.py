@@ -98,7 +98,7 @@ class KeyCheck:
 
 def _head_bytes(scope: Scope) -> int:
     """Of a request's line and headers, as they were sent but for white space."""
-    line = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+    line = len(scope["method"]) + len(scope.get("raw_path") or b"") + len(scope["query_string"])
     return line + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
 
 
@@ -128,4 +128,5 @@ def _log(scope: Scope, status: int, duration_s: float) -> None:
     }
     if (generation := state.get("generation")) is not None:
         fields |= generation.summary()
-    logger.log(level, "%s %s", scope["method"], repr(scope["path"][:200])[1:-1], extra=fields)
+    path = repr(scope["path"][:200])[1:-1]
+    logger.log(level, "%s %s", scope["method"][:20], path, extra=fields)

@@ -72,7 +72,8 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Clients that connect while the model loads wait for it.
 
     Raises:
-        ConfigError: the port is taken, or the address is not this machine's.
+        OSError: the port is taken, or the address is not this machine's.
+        ConfigError: there is no such host.
     """
     try:
         family, *_, address = socket.getaddrinfo(
@@ -89,7 +90,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(
+        raise OSError(
             f"cannot listen on {host} port {port}: {error.strerror}; choose another port (0 takes "
             "a free one) or host"
         ) from error

@@ -64,6 +64,8 @@ def _read(path: Path, first: str, lines: Iterable[str]) -> Iterator[WorkItem]:
         if needed <= columns:
             yield from _read_table(path, lines, parse)
             return
+    if not first.strip():
+        raise WorkloadError(f"{path} is empty: its first line would name its columns")
     known = "; ".join(", ".join(sorted(needed)) for needed, _ in _TABLES)
     raise WorkloadError(
         f"{path} is of no known format: its first line names {', '.join(sorted(columns))}; known "

@@ -68,7 +68,8 @@ def test_a_request_that_fails_says_why(fake: FakeServer, length: int, word: str)
 
 def test_a_server_that_is_not_there_is_named() -> None:
     """In words, not as an object of the library."""
-    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9 does not list a model") as caught:
+    words = r"http://127\.0\.0\.1:9 does not list a model"
+    with pytest.raises(ConnectionError, match=words) as caught:
         send("http://127.0.0.1:9", [WorkItem(0.0, 1, 1)])
     assert "Key(" not in str(caught.value)
 

@@ -162,7 +162,7 @@ async def connected(
 
 
 async def _first_model(http: ClientSession, base: str) -> str:
-    from aiohttp import ClientError, ClientTimeout
+    from aiohttp import ClientError, ClientTimeout, InvalidURL
 
     try:
         timeout = ClientTimeout(total=_LISTING_S)
@@ -171,12 +171,14 @@ async def _first_model(http: ClientSession, base: str) -> str:
             listed = await response.json(content_type=None)
         return str(listed["data"][0]["id"])
     except TimeoutError as error:
-        raise ConfigError(
+        raise ConnectionError(
             f"{base} does not answer within {_LISTING_S:g} s at /v1/models"
         ) from error
+    except InvalidURL as error:
+        raise ConfigError(f"url {base!r} cannot be used: {error}") from error
     except (ClientError, OSError) as error:
         why = str(error) or type(error).__name__
-        raise ConfigError(f"{base} does not list a model at /v1/models: {why}") from error
+        raise ConnectionError(f"{base} does not list a model at /v1/models: {why}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
             f"{base} does not list a model at /v1/models: its answer is not OpenAI's"

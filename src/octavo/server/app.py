@@ -185,8 +185,8 @@ def _refuse(app: FastAPI, admin: APIRouter) -> None:
 
     async def refuse(request: Request) -> Response:
         raise APIError(
-            f"{request.method[:20]} {request.url.path[:200]}: administrative endpoints are not served; "
-            "start the server with --admin-endpoints",
+            f"{request.method[:20]} {request.url.path[:200]}: administrative endpoints are not "
+            "served; start the server with --admin-endpoints",
             status=404,
             code="admin_endpoints_disabled",
         )

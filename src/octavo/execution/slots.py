@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Protocol
@@ -34,6 +35,8 @@ class MappingRefusedError(PageError):
 
 
 THREAD_NAME = "octavo-mapping"
+# Between two messages that mappings are refused.
+_TELL_INTERVAL_S = 10.0
 # Places that are mapped before somebody else's turn: 4 ms of a driver's time.
 _PIECE = 128
 Wanted = dict[int, int]
@@ -77,7 +80,8 @@ class Slots:
             self.max_mapped_blocks = max(min(self.max_mapped_blocks, free), 0)
             self.num_spare_mappings = max(free - self.max_mapped_blocks, 0)
         self._num_null = 0
-        self._is_refused = False
+        self._num_refused = 0
+        self._tell_after_s = 0.0
         self.mapper = Mapper(pages, addresses, self.num_places, num_slots)
 
     @property
@@ -111,18 +115,20 @@ class Slots:
     def can_show(self, slots: IntArray, lengths: IntArray) -> bool:
         """`require`, or False where the system refuses: rows are read through their tables then,
         so that nobody's request ends for it. What is refused is tried again with every step, and
-        told once."""
+        told now and then."""
         try:
             self.require(slots, lengths)
         except MappingRefusedError as error:
-            if not self._is_refused:
-                logger.warning("%s; rows are read through their block tables meanwhile", error)
-            self._is_refused = True
+            self._num_refused += 1
+            now = time.monotonic()
+            if now >= self._tell_after_s:
+                self._tell_after_s = now + _TELL_INTERVAL_S
+                logger.warning(
+                    "%s; rows are read through their block tables meanwhile (steps so far: %d)",
+                    error,
+                    self._num_refused,
+                )
             return False
-        # Others may be refused still, whatever these rows are.
-        if self._is_refused and not self.mapper.has_failed:
-            logger.warning("slots are mapped again")
-            self._is_refused = False
         return True
 
 
@@ -167,12 +173,6 @@ class Mapper:
         self._failed: dict[int, tuple[Wanted, PageError]] = {}
         self._thread: threading.Thread | None = None
         self._is_closed = False
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether something could not be mapped, and has not been since."""
-        with self._changed:
-            return bool(self._failed)
 
     def order(self, by_slot: dict[int, Wanted], *, is_urgent: bool) -> None:
         with self._changed:

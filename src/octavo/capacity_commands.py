@@ -167,7 +167,7 @@ def plan(
     verify_requests: Annotated[
         int, typer.Option(help="Requests that the whole cluster is simulated with at most.")
     ] = 20_000,
-    seed: Annotated[int, typer.Option(help="Makes the plan repeatable.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Makes the plan repeatable.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw latency by rate (needs the extra plots).")
     ] = None,

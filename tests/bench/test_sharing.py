@@ -129,6 +129,22 @@ def test_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "model" not in sharing.run(None, num_requests=5)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--model-requests", "0"], "--model-requests must be at least 1, got 0"),
+        (["--policy-only", "--rounds", "2"], "--policy-only runs no model"),
+        (["--policy-only", "smollm2-135m"], "leave it, or the model, out"),
+        (["--seed", "-1"], "--seed"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "sharing", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 def test_a_plot_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["bench", "sharing", "--plot", "x.png"])

@@ -20,7 +20,12 @@ from engine.toy_process import EOS
 from octavo.config import EngineConfig
 from octavo.core.request import ContextLengthError, FinishReason, QueueFullError, RequestError
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.client import AsyncEngine, EngineDeadError, EngineStartError
+from octavo.engine.client import (
+    AsyncEngine,
+    EngineConfigError,
+    EngineDeadError,
+    EngineStartError,
+)
 from octavo.engine.logprobs import TokenLogprobs
 from octavo.engine.output import OutputText
 from octavo.engine.stream import RequestState, RequestStream
@@ -294,6 +299,7 @@ def test_a_failed_start_says_why_in_one_line(model: str, reason: str) -> None:
             async with engine_of(model):
                 pass
         assert str(caught.value) == reason
+        assert isinstance(caught.value, EngineConfigError) == (model == "toy-refuses")
 
     run(test())
 

@@ -51,6 +51,26 @@ def serve(engine: Harness, number: int, prompt: list[int], count: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+def test_what_waits_before_the_queue_can_be_finished_too(depth: int) -> None:
+    """The pool shrinks behind it; who comes later is refused."""
+    engine = harness(depth=depth)
+    scheduler, promised = engine.scheduler, request(5, [7] * 9, 50)
+    scheduler.state.promised[5] = promised
+    scheduler.resizing.resize(9)
+    for _ in range(6):
+        engine.step()
+    assert scheduler.resizing.take_ended() is None
+    assert engine.manager.num_usable_blocks >= 15, "as many as it needs"
+    with pytest.raises(ContextLengthError):
+        engine.add(request(6, [7] * 9, 50))
+    del scheduler.state.promised[5]
+    scheduler.add(promised, is_promised=True)
+    engine.tokens[5] = []
+    assert resized(engine) == PoolResized(9)
+    assert engine.tokens[5] == expected_tokens([7] * 9, 50)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 def test_an_idle_pool_shrinks_and_grows_beyond_what_it_was(depth: int) -> None:
     engine = harness(depth=depth)
     serve(engine, 0, list(range(20)), 9)

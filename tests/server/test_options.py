@@ -107,3 +107,18 @@ def test_a_wrong_option_is_named(field: str, value: Any) -> None:
 def test_the_model_is_called_by_its_first_name(names: tuple[str, ...], expected: str) -> None:
     config = EngineConfig(model="/somewhere/folder")
     assert model_name_of(config, ServerConfig(served_model_names=names)) == expected
+
+
+@pytest.mark.parametrize(("limit", "room"), [(60, 26), (4096, 3840), (1 << 20, 8192)])
+def test_connections_are_as_many_as_descriptors_allow(
+    monkeypatch: pytest.MonkeyPatch, limit: int, room: int
+) -> None:
+    """The soft limit is raised to the hard one, if need be."""
+    limits = [min(limit, 1024), limit]
+    monkeypatch.setattr(run.resource, "getrlimit", lambda which: tuple(limits))
+
+    def raise_limit(which: int, new: tuple[int, int]) -> None:
+        limits[:] = new
+
+    monkeypatch.setattr(run.resource, "setrlimit", raise_limit)
+    assert run._allow_descriptors(8192) == room

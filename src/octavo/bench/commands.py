@@ -198,6 +198,7 @@ def quality(model: options.Model = DEFAULT_MODEL, as_json: options.AsJSON = Fals
 
 @bench_app.command("sharing")
 def sharing(
+    context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
     policy_only: Annotated[
         bool, typer.Option("--policy-only", help="Run no model: savings of the policy alone.")
@@ -222,6 +223,13 @@ def sharing(
     with readable_errors():
         from octavo.bench import sharing
 
+        for name, value in (("--model-requests", model_requests), ("--rounds", rounds)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        for name in options.given_options(context):
+            if policy_only and name in ("model", "model_requests", "rounds", "threads"):
+                what = "the model" if name == "model" else "--" + name.replace("_", "-")
+                raise ConfigError(f"--policy-only runs no model: leave it, or {what}, out")
         check_plot("--plot", plot)
         report = sharing.run(
             None if policy_only else model,

@@ -28,7 +28,9 @@ MaxTotalLen = Annotated[
     int | None,
     typer.Option(help="Leave out longer requests of a trace.", rich_help_panel=PANEL),
 ]
-Seed = Annotated[int, typer.Option(help="Makes the workload repeatable.", rich_help_panel=PANEL)]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Makes the workload repeatable.", rich_help_panel=PANEL)
+]
 
 
 def check_lengths(context: typer.Context, trace: str | None) -> None:

@@ -55,6 +55,10 @@ class EngineStartError(RuntimeError):
     """The engine could not start; the message is one line for a person."""
 
 
+class EngineConfigError(EngineStartError, ValueError):
+    """What was asked of it is at fault."""
+
+
 class EngineDeadError(RuntimeError):
     """The engine died or is being stopped; no request can be served any more."""
 
@@ -329,7 +333,8 @@ class AsyncEngine:
                 self._ready.set_result(message.report)
         elif isinstance(message, StartFailed):
             if not self._ready.done():
-                self._ready.set_exception(EngineStartError(message.reason))
+                kind = EngineConfigError if message.is_asked else EngineStartError
+                self._ready.set_exception(kind(message.reason))
         elif isinstance(message, PoolChanged):
             if message.is_asleep:
                 self._prefixes.clear()

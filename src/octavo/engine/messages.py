@@ -199,9 +199,11 @@ class Ready(_Message, frozen=True):
 
 
 class StartFailed(_Message, frozen=True):
-    """The engine cannot start; ``reason`` is one line for a person."""
+    """The engine cannot start; ``reason`` is one line for a person. ``is_asked`` where what was
+    asked for is at fault, not the world."""
 
     reason: str
+    is_asked: bool = False
 
 
 class StepMessage(_Message, frozen=True):

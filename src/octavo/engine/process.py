@@ -81,7 +81,7 @@ class EngineLoop:
         self._socket = socket
         self._clock = clock
         # Requests that the scheduler's queue has no room for yet; the front end bounds them.
-        self._backlog: dict[int, Request] = {}
+        self._backlog: dict[int, Request] = core.scheduler.state.promised
         # Samples of requests in the backlog that are not wanted any more.
         self._given_up: dict[int, set[int]] = {}
         # Requests that no step has run yet, in the order of arrival, and when they came.
@@ -271,7 +271,7 @@ class EngineLoop:
             number = next(iter(self._backlog))
             request = self._backlog.pop(number)
             try:
-                self._core.scheduler.add(request)
+                self._core.scheduler.add(request, is_promised=True)
             except RequestError as error:
                 self._arrived_s.pop(number, None)
                 self._send(Rejected.of(number, error, request.n))
@@ -348,7 +348,7 @@ def run_process(build: Build) -> int:
         try:
             core, report = build(start.config)
         except Exception as error:
-            socket.send(encode(StartFailed(_reason(error))))
+            socket.send(encode(StartFailed(_reason(error), _is_readable(error))))
             return 1
         return run_engine(core, report, socket)
     finally:
@@ -359,10 +359,15 @@ def run_process(build: Build) -> int:
 def _reason(error: Exception) -> str:
     """One line for a person; where the error is not made for one, its traceback is logged."""
     text = " ".join(str(error).split())
-    if isinstance(error, ValueError) and type(error).__module__.startswith("octavo."):
+    if _is_readable(error):
         return text
     logger.error("the engine cannot start", exc_info=error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_readable(error: Exception) -> bool:
+    """Whether the error is of ours, about what was asked for."""
+    return isinstance(error, ValueError) and type(error).__module__.startswith("octavo.")
 
 
 def _die_with_parent() -> None:

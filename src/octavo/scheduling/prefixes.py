@@ -144,12 +144,11 @@ class PrefixRegistry:
                 f"{num_blocks}, but {needed} must remain for other requests; "
                 f"register less, drop a prefix, {more} or lower --max-model-len"
             )
-        groups = {id(s.group): s.group for s in self._state.sequences.values()}.values()
-        needs = [manager.num_blocks_needed(group.request) for group in groups]
-        if num_new and left < max(needs, default=0):
+        need = self._state.most_blocks_needed()
+        if num_new and left < need:
             raise RequestError(
                 f"the prefix does not fit now: its {num_new} blocks would leave {left}, but a "
-                f"request under way may need {max(needs)}; register it again when that has ended"
+                f"request under way may need {need}; register it again when that has ended"
             )
 
     def check(self) -> None:

@@ -55,7 +55,7 @@ class PoolResizing:
         # While asleep: the blocks to come back with.
         self._awake: int | None = None
         # The most that a request under way needs, and of which requests that is.
-        self._need_of: tuple[int, int] | None = None
+        self._need_of: tuple[int, int, tuple[int, ...]] | None = None
         self._need = 0
 
     @property
@@ -206,11 +206,9 @@ class PoolResizing:
         """Blocks with which each request under way can be finished, whatever else waits for it."""
         manager, state = self._state.manager, self._state
         # Asked at every step while a shrink waits: worked out when requests have come or gone.
-        known = (state.arrivals, len(state.sequences))
+        known = (state.arrivals, len(state.sequences), tuple(state.promised))
         if known != self._need_of:
-            groups = {id(s.group): s.group for s in state.sequences.values()}.values()
-            needs = [manager.num_blocks_needed(group.request) for group in groups]
-            self._need_of, self._need = known, max(needs, default=0)
+            self._need_of, self._need = known, state.most_blocks_needed()
         return manager.num_pinned_blocks + self._need
 
     def _check_elastic(self) -> None:

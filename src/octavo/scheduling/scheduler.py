@@ -101,8 +101,9 @@ class Scheduler:
         """Stop keeping the prefix that request ``number`` registered; False: there is none."""
         return self._prefixes.drop(number)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, *, is_promised: bool = False) -> None:
+        """Queue a request. One that ``is_promised`` was accepted before: a pool that shrinks is
+        still as large as it needs.
 
         Raises:
             ContextLengthError: it can never fit in the pool, however long it waits.
@@ -114,7 +115,9 @@ class Scheduler:
             raise AsleepError("the engine is asleep; wake it up to be served")
         num_blocks = self.manager.num_blocks_needed(request)
         is_too_long = request.max_length > self.config.max_model_len
-        left = self.state.num_lasting_blocks - self.manager.num_pinned_blocks
+        lasting = self.state.num_lasting_blocks
+        num_there = self.manager.num_usable_blocks if is_promised else lasting
+        left = num_there - self.manager.num_pinned_blocks
         if is_too_long or self.manager.can_never_fit(num_blocks) or num_blocks > left:
             raise ContextLengthError(
                 f"the request may grow to {request.max_length} tokens, {num_blocks} blocks, "

@@ -14,6 +14,7 @@ import numpy as np
 
 from octavo.core.plan import Batch, IntArray, int_array
 from octavo.core.protocols import KVManager, Swapped
+from octavo.core.request import Request
 from octavo.scheduling.groups import Group, Launched, Sequence
 from octavo.scheduling.preemption import RECOMPUTE, PreemptionPolicy
 from octavo.scheduling.rows import RowTable
@@ -59,6 +60,8 @@ class SchedulerState:
         self.step_id = 0
         self.processed = 0
         self.sequences: dict[int, Sequence] = {}
+        # Requests that were accepted and will be added when the queue has room.
+        self.promised: dict[int, Request] = {}
         self.sequence_of_row: list[Sequence | None] = [None] * config.max_num_seqs
         self.waiting: deque[Group] = deque()
         self.prefilling: list[int] = []
@@ -79,6 +82,12 @@ class SchedulerState:
     def num_lasting_blocks(self) -> int:
         """Blocks that are there and stay."""
         return min(self.target_blocks, self.manager.num_usable_blocks)
+
+    def most_blocks_needed(self) -> int:
+        """What the largest request needs that was accepted and has not ended."""
+        requests = {id(s.group): s.group.request for s in self.sequences.values()}
+        needs = [*requests.values(), *self.promised.values()]
+        return max(map(self.manager.num_blocks_needed, needs), default=0)
 
     def forget_group(self, group: Group) -> None:
         """None of the group's sequences is wanted any more."""

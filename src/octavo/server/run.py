@@ -60,7 +60,15 @@ def serve(
     """
     configure_logs(server_config.log_format, server_config.log_level)
     bodies = read_prefix_files(engine_config, server_config.prefixes)
-    _allow_descriptors(2 * server_config.max_connections)
+    allowed = _allow_descriptors(2 * server_config.max_connections) // 2
+    if allowed < server_config.max_connections:
+        logger.warning(
+            "the limit of open files (ulimit -n) leaves room for %d connections, not for "
+            "--max-connections %d; more are answered 503",
+            allowed,
+            server_config.max_connections,
+        )
+        server_config = replace(server_config, max_connections=allowed)
     with contextlib.closing(listen(server_config.host, server_config.port)) as listener:
         is_whole = asyncio.run(
             _serve(engine_config, server_config, bodies, listener, engine_command)
@@ -250,7 +258,9 @@ class _Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=_BACKLOG,
+            # Of the loop: how many it accepts at once. It goes on through all of them when it runs
+            # out of descriptors, with a traceback each. The kernel's is set behind it.
+            backlog=1,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_graceful_shutdown=math.ceil(limits.drain_timeout_s) + _LAST_ANSWERS_S,
         )
@@ -272,6 +282,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
         self._on_started()
 
     @contextlib.contextmanager
@@ -310,8 +322,9 @@ def _engine_log_level(level: str) -> str:
     return "warning" if level == "info" else level
 
 
-def _allow_descriptors(count: int) -> None:
-    """Raise the limit of open files for ``count`` connections, as far as this user may."""
+def _allow_descriptors(count: int) -> int:
+    """Raise the limit of open files for ``count`` connections, as far as this user may. Returns
+    for how many there is room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_DESCRIPTORS
     if hard != resource.RLIM_INFINITY:
@@ -319,3 +332,7 @@ def _allow_descriptors(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return count
+    return max(min(count, soft - min(_OTHER_DESCRIPTORS, soft // 2 + 4)), 2)

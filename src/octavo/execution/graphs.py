@@ -82,6 +82,7 @@ class StepGraphs:
         self._captures = capture
         self._pool = device.capture_pool()
         self._graphs: dict[Hashable, Callable[[], Any] | None] = {}
+        self._uncaptured: set[Hashable] = set()
         self.captured_bytes = 0
         self._cutter = attention.cutter
         size = rows.num_rows
@@ -272,7 +273,7 @@ class StepGraphs:
         return logits[:count] if has_logits else None
 
     def _run(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        if not self._captures or is_compiling_ahead():
+        if not self._captures or key in self._uncaptured or is_compiling_ahead():
             return work()
         if key not in self._graphs:
             result = work()
@@ -283,11 +284,12 @@ class StepGraphs:
         if replay is not None:
             return replay()
         free = self._device.free_bytes()
-        # A capture that fails starts over with a plain run.
-        del self._graphs[key]
         try:
             replay = self._device.capture(work, self._pool) or work
         except BaseException:
+            # Nobody else's step fails for it: those like this one run plainly from now on, and
+            # others are captured into another pool.
+            self._uncaptured.add(key)
             self._pool = self._device.capture_pool()
             raise
         self._graphs[key] = replay

@@ -115,8 +115,7 @@ class Scheduler:
             raise AsleepError("the engine is asleep; wake it up to be served")
         num_blocks = self.manager.num_blocks_needed(request)
         is_too_long = request.max_length > self.config.max_model_len
-        lasting = self.state.num_lasting_blocks
-        num_there = self.manager.num_usable_blocks if is_promised else lasting
+        num_there = self.manager.num_usable_blocks if is_promised else self.state.num_lasting_blocks
         left = num_there - self.manager.num_pinned_blocks
         if is_too_long or self.manager.can_never_fit(num_blocks) or num_blocks > left:
             raise ContextLengthError(

@@ -4,6 +4,7 @@ conftest above)."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from execution.models.tiny_models import tiny_qwen3
 from octavo.execution.attention import paged
 
 pytest.importorskip("triton")
@@ -19,6 +21,14 @@ pytest.importorskip("triton")
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3, for tests that mind no shape."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_qwen3(head_dim=16).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

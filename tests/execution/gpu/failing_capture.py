@@ -22,7 +22,7 @@ def main(model: Path, fault: str) -> None:
     def work() -> torch.Tensor:
         nonlocal num_runs
         num_runs += 1
-        if num_runs in (2, 4):  # captures
+        if num_runs == 2:  # a capture
             if fault == "waits":
                 (states * 2).sum().item()
             raise ZeroDivisionError
@@ -33,14 +33,13 @@ def main(model: Path, fault: str) -> None:
             try:
                 tripled = graphs._run("key", work)
             except (RuntimeError, ZeroDivisionError) as error:
-                assert number in (1, 3), number
+                assert number == 1, number
                 if isinstance(error, RuntimeError) != (fault == "waits"):
                     raise
-                assert "key" not in graphs._graphs
                 continue
-            assert number not in (1, 3), number
+            assert number != 1
             assert tripled.tolist() == [3.0] * 8
-    assert num_runs == 6, "it was captured in the end"
+    assert num_runs == 8, "it runs plainly from then on"
     for _ in range(3):
         assert run(core, requests(), beams={}) == expected
     assert graphs.num_captured > 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,9 @@ import pytest
 
 from engine.tiny_engine import run
 from execution.gpu.test_gpu_engine import ON_GPU, gpu_engine, requests
-from execution.models.tiny_models import tiny_qwen3
 from octavo.execution.device import PlainDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_qwen3(head_dim=16).save_pretrained(folder)
-    return folder
 
 
 def test_what_captured_steps_take_is_counted(model: Path) -> None:
@@ -48,32 +41,37 @@ def test_what_captured_steps_take_is_counted(model: Path) -> None:
 
 
 def test_a_step_that_failed_is_captured_once_it_has_run(model: Path) -> None:
-    """A capture may load no kernel, so it begins only when everything has run; one that fails
-    starts over."""
+    """A capture may load no kernel, so it begins only when everything has run. Of steps whose
+    capture failed none is captured again."""
     core = gpu_engine(model, num_blocks=9, depth=1, chunk=16)
     step_graphs = core.executor.runner.graphs  # type: ignore[attr-defined]
-    fails, ran, captured = iter([True, False, True, False, False, False]), [], []
+    captured: list[str] = []
+    fails = {"a": iter([True, False, False]), "b": iter([False, True, False, False])}
+    ran = {"a": 0, "b": 0}
 
     class Captures(PlainDevice):
         def capture(self, work: Any, pool: Any) -> Any:
-            work()
-            captured.append(len(ran))
+            captured.append(work())
             return work
 
-    def work() -> None:
-        if next(fails):
+    def work(key: str) -> str:
+        if next(fails[key], False):
             raise ZeroDivisionError
-        ran.append(len(ran))
+        ran[key] += 1
+        return key
 
     step_graphs._device, step_graphs._captures = Captures(), True
-    for expected in (True, False, True, False, False):
-        if expected:
-            with pytest.raises(ZeroDivisionError):
-                step_graphs._run("key", work)
-        else:
-            step_graphs._run("key", work)
-    # Failed; ran; its capture failed; ran; was captured and replayed.
-    assert (ran, captured) == ([0, 1, 2, 3], [3])
+    for key, outcomes in (("a", (True, False, False, False)), ("b", (False, True, False, False))):
+        for has_failed in outcomes:
+            expected = pytest.raises(ZeroDivisionError) if has_failed else nullcontext()
+            with expected:
+                step_graphs._run(key, lambda key=key: work(key))
+    # Failed; ran; was captured and replayed; replayed.
+    assert ran["a"] == 4
+    # Ran; its capture failed; ran; ran.
+    assert ran["b"] == 3
+    assert captured == ["a"]
+    assert step_graphs.num_captured == 1
     core.close()
 
 

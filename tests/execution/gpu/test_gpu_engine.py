@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.tiny_engine import build, run
-from execution.models.tiny_models import OPT_350M, tiny_opt, tiny_qwen3
+from execution.models.tiny_models import OPT_350M, tiny_opt
 from octavo.config import ConfigError, EngineConfig
 from octavo.core.plan import KVCapacity, StepPlan, int_array
 from octavo.core.request import BeamResult, Request, StepOutputs
@@ -37,13 +37,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 BLOCK_SIZE = 4
 MAX_NUM_SEQS = 4
 ON_GPU = torch.cuda.is_available()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_qwen3(head_dim=16).save_pretrained(folder)
-    return folder
 
 
 def gpu_engine(

@@ -16,7 +16,6 @@ from engine.tiny_engine import build, run
 from execution.gpu import test_gpu_engine
 from execution.gpu.fake_flashinfer import FakeFlashInfer
 from execution.gpu.test_gpu_engine import BLOCK_SIZE, MAX_NUM_SEQS, ON_GPU, gpu_engine
-from execution.models.tiny_models import tiny_qwen3
 from octavo.core.plan import StepPlan, StepResult, int_array
 from octavo.core.request import BeamResult, Request
 from octavo.core.sampling_params import SamplingParams
@@ -26,13 +25,6 @@ from octavo.execution.device import CUDADevice, Device, PlainDevice
 from octavo.execution.gpu_runner import PendingStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_qwen3(head_dim=16).save_pretrained(folder)
-    return folder
 
 
 class Watch:

@@ -3,7 +3,7 @@ are poisoned."""
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -125,6 +125,45 @@ def run_prefill(
     slots = pool.slots([start + count for start, count in chunks])
     prefill_attention(queries, slots, tiles, None, in_slots, workspace, **options)
     assert torch.equal(in_slots[1:], out[1:]), "the same kernel reads the same in slots"
+
+
+def run_cuts(
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    cuts: list[list[int]],
+    *,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    block_n: int | None = 32,
+) -> list[torch.Tensor]:
+    """A row's tokens from ``cut[0]`` to ``cut[-1]`` in chunks that begin at ``cut``, whole tiles
+    each. What comes out of each of ``cuts``, ``[tokens, num_heads, head_dim]``."""
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    length = cuts[0][-1]
+    pool = make_pool(
+        [length], num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+        dtype=kv_dtype or dtype, device=device,
+    )  # fmt: skip
+    cutter = TileCutter(tile_tokens(num_heads, num_kv_heads), num_kv_heads, cuts=False)
+    workspace = PrefillWorkspace(cutter.max_parts, num_kv_heads, head_dim, device)
+    queries = torch.randn(length, num_heads, head_dim, device=device).to(dtype)
+    outs = []
+    for cut in cuts:
+        out = torch.full_like(queries, NAN)
+        for start, end in pairwise(cut):
+            found = cutter.tiles(
+                *(np.array([[x]], np.int32)[0] for x in (0, end - start, start, 0)), 0
+            )
+            found[0] += start
+            tiles = PrefillTiles(ints(found.tolist(), device), ints([found.shape[1]], device))
+            prefill_attention(
+                queries, pool.kv_layer, tiles, pool.tables, out, workspace,
+                block_n=block_n, kv_scales=pool.scales,
+            )  # fmt: skip
+        expected = attend(queries[cut[0] :], pool, 0, cut[0])
+        assert_attends(out[cut[0] :], expected, dtype)
+        outs.append(out[cuts[0][0] :])
+    return outs
 
 
 def run_shared(

@@ -282,6 +282,7 @@ def test_a_pool_that_no_memory_is_left_for(core: EngineCore, alone: dict[int, li
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_gpu_whose_memory_is_taken(

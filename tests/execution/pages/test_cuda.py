@@ -221,6 +221,7 @@ def test_the_bindings_have_every_name_that_is_used() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_blocks_are_shared_zeroed_and_given_back() -> None:
     importlib.import_module("cuda.bindings.driver")

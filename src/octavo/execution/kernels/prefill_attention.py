@@ -67,7 +67,7 @@ def attend(
             v = tl.load(pool + value_offset + offset[:, None] + d[None, :], mask=d_mask, other=0.0)
         k = k.to(q.dtype)
         v = v.to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             seen = key[None, :] <= query_position[:, None]
             if HAS_WINDOW:
@@ -78,8 +78,11 @@ def attend(
         if MASKED:
             # A row that has seen no key yet: nothing to subtract.
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(largest - base)
+        # Rounded once, with a mask or without: the compiler fuses a product with a difference
+        # only where no mask stands between them, and a key is masked for some tiles, whole for
+        # others.
+        weight = tl.exp2(tl.fma(scores, scale_log2, -(base * scale_log2)[:, None]))
+        shrink = tl.exp2((largest - base) * scale_log2)
         total = total * shrink + tl.sum(weight, axis=1)
         acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
@@ -217,7 +220,8 @@ def _prefill(
     acc = acc / divisor[:, None]
     own = (slot.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + m
     tl.store(part_out + own[:, None] * DIM + d[None, :], acc)
-    tl.store(part_lse + own, tl.where(total == 0.0, float("-inf"), largest + tl.log2(divisor)))
+    lse = largest * scale_log2 + tl.log2(divisor)
+    tl.store(part_lse + own, tl.where(total == 0.0, float("-inf"), lse))
     place = tl.load(tiles + 7 * stride_field + tile)
     num_parts = tl.load(tiles + 8 * stride_field + tile)
     counter = counters + (slot - place) * num_kv_heads + kv_head

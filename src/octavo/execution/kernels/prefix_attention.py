@@ -100,7 +100,7 @@ def _prefix(
         acc *= tl.load(kv_scales + num_kv_heads + kv_head)
     part = (token.to(tl.int64) * SPLITS + split) * num_heads + head
     tl.store(out + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
-    tl.store(lse + part, largest + tl.log2(total), mask=seen)
+    tl.store(lse + part, largest * scale_log2 + tl.log2(total), mask=seen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,7 +44,7 @@ round of programs is left nearly empty: 264, 528 and 792 were slower at 8 rows o
 """
 _MAX_PREFIX_SPLITS = 8
 # With more rows attention keeps memory busy itself.
-_PREFETCH_ROWS = 8
+_PREFETCH_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,7 +217,9 @@ class PagedAttention:
         return min(LONG_ROW, self.max_length) if is_told else self.max_length
 
     def plan(self, step: PagedStep) -> Callable[..., torch.Tensor]:
-        """Starts the step's first kernel, where rows decode: what each program will read."""
+        """Starts the step's first kernel, where rows decode: what each program will read. A kernel
+        that does not overlap with it, as the embedding's, comes before the first layer: there
+        attention takes it for written."""
         return PagedStepAttention(self, step, self._workspace)
 
 
@@ -289,6 +291,7 @@ class PagedStepAttention:
                 self._tiling,
                 prefix=prefix,
                 kv_scales=kv_scales,
+                is_planned=True,
             )
         if step.tiles is not None:
             prefill_attention(

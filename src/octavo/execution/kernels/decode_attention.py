@@ -151,9 +151,13 @@ def _decode(
     MERGED_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
+    IS_PLANNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    if IS_PLANNED and PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    else:
+        begin(PDL)
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     # All before the branch: one wait for memory, not two.
@@ -165,6 +169,8 @@ def _decode(
     end = tl.load(own + 3)
     split = tl.load(own + 4)
     num_parts = tl.load(own + 5)
+    if IS_PLANNED and PDL:
+        tl.extra.cuda.gdc_wait()
     if item >= used:
         return
     g = tl.arange(0, GROUP)
@@ -286,6 +292,7 @@ def decode_attention(
     *,
     prefix: SharedPrefixParts | None = None,
     kv_scales: torch.Tensor | None = None,
+    is_planned: bool = False,
 ) -> None:
     """Attend for the tokens of ``parts``, whose keys are written already.
 
@@ -293,7 +300,8 @@ def decode_attention(
     is a layer of slots, ``[1 + slot, token, K|V, kv_head, head_dim]``, the first nobody's: nothing
     behind a row's tokens is touched. ``prefix`` covers the first keys of some tokens, which
     ``parts`` leave out. ``kv_scales`` as in `rope_and_write`: keys and values are multiplied by
-    their head's.
+    their head's. ``is_planned``: ``parts`` were written before the last kernel that overlaps with
+    none, so they are read while the kernel before this one still runs.
     """
     _, num_heads, head_dim = queries.shape
     _, block_size, _, num_kv_heads, _ = kv_layer.shape
@@ -331,6 +339,7 @@ def decode_attention(
         MERGED_PARTS=max(1, min(8, 16384 // (merged_group**2 * dim))),
         BLOCK_N=tiling.block_n,
         WIDTH=WIDTH,
+        IS_PLANNED=is_planned,
         PDL=PDL,
         num_warps=tiling.warps,
         num_stages=tiling.stages,

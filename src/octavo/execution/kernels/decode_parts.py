@@ -34,6 +34,7 @@ class DecodeTiling:
 
 
 _FEW = DecodeTiling(128, 4, 3)
+_FEW_WHOLE = DecodeTiling(128, 4, 3, whole_keys=512)
 _FEW_LONG = DecodeTiling(64, 2, 3, min_keys=256)
 _MANY = DecodeTiling(64, 4, 3)
 _MANY_NARROW = DecodeTiling(64, 4, 2)
@@ -55,7 +56,10 @@ def decode_tiling(
         return _MANY if num_bytes <= 512 else _WIDE
     if max_tokens > FEW_ROWS:
         return _MANY if head_dim > 64 else _MANY_NARROW
-    return _FEW if max_length <= LONG_ROW else _FEW_LONG
+    if max_length > LONG_ROW:
+        return _FEW_LONG
+    # From here on there are as many programs as multiprocessors.
+    return _FEW if max_tokens <= 8 else _FEW_WHOLE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

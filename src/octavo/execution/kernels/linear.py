@@ -32,7 +32,10 @@ def tiling(rows: int, outputs: int, inputs: int) -> Tiling | None:
     tiles = triton.cdiv(outputs, 64)
     if rows <= 16:
         splits = triton.next_power_of_2(triton.cdiv(2 * _PROCESSORS - 8, tiles))
-        return Tiling(64, 128, _limited(splits, inputs), 4, 4, prefetch=2)
+        splits = _limited(splits, inputs)
+        # With three stages three programs fit on a multiprocessor, which spares a second round.
+        stages = 3 if 2 * _PROCESSORS < tiles * splits <= 3 * _PROCESSORS else 4
+        return Tiling(64, 128, splits, stages, 4, prefetch=2)
     if rows <= FEW_ROWS:
         if tiles >= 4 * 96 and rows > 32:
             return Tiling(128, 128, 1, 4, 8, prefetch=0)

@@ -9,6 +9,8 @@ import triton.language as tl
 from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.gpu import OVERLAP, PDL, SplitSum, load_sum, pointer_and_splits
 
+_FEW_ROWS = 64
+
 
 @Kernel
 @triton.jit
@@ -48,15 +50,20 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor | None = None,
+    *,
+    is_invariant: bool = False,
 ) -> torch.Tensor:
     """``residual += delta`` in place, then its norm; all ``[rows, hidden]``.
 
-    Returns the normed rows in the residual's dtype.
+    Returns the normed rows in the residual's dtype. ``is_invariant`` gives each row the same bits
+    whatever rows are beside it.
     """
     rows, hidden = residual.shape
     out = torch.empty_like(residual) if out is None else out
     source, splits = (residual, 0) if delta is None else pointer_and_splits(delta)
     block = triton.next_power_of_2(hidden)
+    # Few rows wait for memory: the more threads, the more of it is asked for at once.
+    warps = block // 512 if is_invariant or rows > _FEW_ROWS else block // 128
     _add_rms_norm[(rows,)](
         residual,
         source,
@@ -68,7 +75,7 @@ def add_rms_norm(
         SPLITS=splits,
         BLOCK=block,
         PDL=PDL,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(warps, 1), 32),
         **OVERLAP,
     )
     return out

@@ -11,7 +11,6 @@ from octavo.execution.kernels.gpu import (
     OVERLAP,
     PDL,
     SplitSum,
-    begin,
     load_sum,
     pointer_and_splits,
     prefetch_lines,
@@ -84,7 +83,8 @@ def _rope_and_write(
                 prefetch_lines(next_weight + lines.to(tl.int64) * line)
             tl.extra.cuda.gdc_wait()
             return
-    begin(PDL)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, HALF)
@@ -93,6 +93,14 @@ def _rope_and_write(
     mask = (head < total_heads)[:, None] & (column < half_dim)[None, :]
     position = tl.load(positions + token)
     row = tl.load(token_rows + token)
+    # Known since the step began, while a product is under way that these do not depend on.
+    slot = kv_offset(tables, row, position, stride_table, stride_block, stride_token, BLOCK_SIZE)
+    if HAS_ROPE:
+        angle = position.to(tl.int64) * half_dim + column
+        cos = tl.load(cosines + angle, mask=column < half_dim, other=1.0)[None, :]
+        sin = tl.load(sines + angle, mask=column < half_dim, other=0.0)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     place = token * total_heads * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
     low = load_sum(qkv, place, mask, stride_split, SPLITS)
     high = load_sum(qkv, place + half_dim, mask, stride_split, SPLITS)
@@ -109,9 +117,6 @@ def _rope_and_write(
             high * inverse * tl.load(weights + half_dim, mask=norm_mask, other=0.0),
         )
     if HAS_ROPE:
-        angle = position.to(tl.int64) * half_dim + column
-        cos = tl.load(cosines + angle, mask=column < half_dim, other=1.0)[None, :]
-        sin = tl.load(sines + angle, mask=column < half_dim, other=0.0)[None, :]
         cos = tl.where(is_value, 1.0, cos)
         sin = tl.where(is_value, 0.0, sin)
         turned = low * cos - high * sin
@@ -123,7 +128,6 @@ def _rope_and_write(
     q_high = high.to(queries.dtype.element_ty)
     tl.store(queries + q_place, q_low, mask=is_query)
     tl.store(queries + q_place + half_dim, q_high, mask=is_query)
-    slot = kv_offset(tables, row, position, stride_table, stride_block, stride_token, BLOCK_SIZE)
     kv_head = tl.where(
         head >= num_heads + num_kv_heads, head - num_heads - num_kv_heads, head - num_heads
     )
@@ -166,7 +170,8 @@ def rope_and_write(
     ``[positions, head_dim / 2]``, of zero columns where nothing is rotated. ``head_norms`` is
     float32 ``[num_heads + num_kv_heads, head_dim]``. An arena of float8_e4m3fn has ``kv_scales``,
     float32 ``[K|V, kv_head]``: what is written is divided by its head's, and cut off at 448.
-    ``next_weight`` is brought into L2 meanwhile.
+    ``next_weight`` is brought into L2 meanwhile. Where a token stands is read while the kernel
+    before this one still runs: one that does not overlap lies between it and what wrote that.
     ``is_invariant``: a token gets the same bits whatever tokens are beside it.
 
     Returns the queries, ``[tokens, num_heads, head_dim]`` in ``dtype``.

@@ -70,7 +70,7 @@ class FusedDecoder:
         residual = model.embedding(token_ids)
         delta: torch.Tensor | SplitSum | None = None
         for layer in model.layers:
-            x = _norm(layer.attention_norm, residual, delta)
+            x = self._norm(layer.attention_norm, residual, delta)
             heads = attention(
                 layer.index, self._product(layer.qkv, x), layer.query_key_norm, layer.output.weight
             )
@@ -79,14 +79,14 @@ class FusedDecoder:
                 residual, heads = (part.index_select(0, wanted) for part in (residual, heads))
                 if not len(wanted):
                     return residual
-            x = _norm(layer.mlp_norm, residual, self._product(layer.output, heads))
+            x = self._norm(layer.mlp_norm, residual, self._product(layer.output, heads))
             up = layer.up
             assert up.weight is not None
             x = gated_linear(
                 x, up.weight, up.bias, scales=up.scales, is_invariant=self.is_invariant
             )
             delta = self._product(layer.down, x)
-        return _norm(model.norm, residual, delta)
+        return self._norm(model.norm, residual, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` in the model's dtype."""
@@ -99,10 +99,9 @@ class FusedDecoder:
         y = linear(x, layer.weight, layer.bias, scales=layer.scales, is_invariant=self.is_invariant)
         return layer.parallel.all_reduce(whole(y, x.dtype)) if layer.sums else y
 
-
-def _norm(
-    norm: object, residual: torch.Tensor, delta: torch.Tensor | SplitSum | None
-) -> torch.Tensor:
-    assert isinstance(norm, RMSNorm)
-    assert norm.weight is not None
-    return add_rms_norm(residual, delta, norm.weight, norm.eps)
+    def _norm(
+        self, norm: object, residual: torch.Tensor, delta: torch.Tensor | SplitSum | None
+    ) -> torch.Tensor:
+        assert isinstance(norm, RMSNorm)
+        assert norm.weight is not None
+        return add_rms_norm(residual, delta, norm.weight, norm.eps, is_invariant=self.is_invariant)

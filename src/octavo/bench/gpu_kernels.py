@@ -265,7 +265,7 @@ def _prefills(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         queries = torch.randn(count, _HEADS, _DIM, device="cuda", dtype=torch.bfloat16)
         out = torch.empty_like(queries)
         start = context - count
-        cutter = TileCutter(tile_tokens(_HEADS, _KV_HEADS), _KV_HEADS)
+        cutter = TileCutter(tile_tokens(_HEADS, _KV_HEADS, _DTYPE), _KV_HEADS)
         row = np.zeros(1, dtype=np.int32)
         found = cutter.tiles(row, row + count, row + start, row, 0)
         tiles = PrefillTiles(torch.from_numpy(found).cuda().contiguous(), _ints([found.shape[1]]))

@@ -21,7 +21,8 @@ from octavo.bench.kernel_figures import BYTES, OPERATIONS, figure
 from octavo.execution.kernels.activation import silu_and_mul
 from octavo.execution.kernels.linear import gated_linear
 from octavo.execution.kernels.norm import add_rms_norm
-from octavo.execution.kernels.prefix_attention import PrefixTiles, prefix_attention, tile_rows
+from octavo.execution.kernels.prefill_attention import tile_tokens
+from octavo.execution.kernels.prefix_attention import PrefixTiles, prefix_attention
 from octavo.execution.kernels.rope import rope_and_write
 from octavo.execution.kernels.sampling import (
     SampledRows,
@@ -169,7 +170,7 @@ def _prefix(make: Callable[..., torch.Tensor], at: Sizes, rows: int) -> Work:
     kv_layer = make(blocks + 1, at.block, 2, at.kv_heads, at.head_dim)
     device = kv_layer.device
     ints = partial(torch.tensor, device=device, dtype=torch.int32)
-    per_tile = tile_rows(at.heads, at.kv_heads)
+    per_tile = tile_tokens(at.heads, at.kv_heads, kv_layer.dtype)
     members = [
         [row if row < rows else -1 for row in range(first, first + per_tile)]
         for first in range(0, rows, per_tile)

@@ -32,7 +32,7 @@ from octavo.execution.device import Device
 from octavo.execution.device_rows import DeviceRows
 from octavo.execution.forward_inputs import ForwardInputs, num_ints, put_tokens
 from octavo.execution.kernels.ahead import is_compiling_ahead
-from octavo.execution.kernels.prefix_attention import tile_rows
+from octavo.execution.kernels.prefill_attention import tile_tokens
 from octavo.execution.kernels.row_state import fill_tokens, gather_rows
 from octavo.execution.kernels.sampling import (
     SampledRows,
@@ -90,7 +90,7 @@ class StepGraphs:
         self.out = torch.zeros(aligned(size), dtype=torch.int32, device=place)
         self._workspace = SamplingWorkspace(aligned(size), place)
         self._order = torch.arange(aligned(size), dtype=torch.int32, device=place)
-        per_tile = tile_rows(attention.num_heads, num_kv_heads)
+        per_tile = tile_tokens(attention.num_heads, num_kv_heads, attention.dtype)
         self._staging = staging
         self._decode_batch = DecodeBatch(staging, size, per_tile)
         self._decode_inputs = torch.zeros(3, aligned(size), dtype=torch.int32, device=place)

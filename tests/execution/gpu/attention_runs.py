@@ -17,7 +17,7 @@ from octavo.execution.kernels.prefill_attention import (
     prefill_attention,
     tile_tokens,
 )
-from octavo.execution.kernels.prefix_attention import PrefixTiles, prefix_attention, tile_rows
+from octavo.execution.kernels.prefix_attention import PrefixTiles, prefix_attention
 from octavo.execution.prefill_tiles import TileCutter
 
 NAN = float("nan")
@@ -100,7 +100,7 @@ def run_prefill(
         [start + count for start, count in chunks], num_kv_heads=num_kv_heads, head_dim=head_dim,
         block_size=block_size, dtype=kv_dtype or dtype, device=device, layers=layers,
     )  # fmt: skip
-    cutter = TileCutter(tile_tokens(num_heads, num_kv_heads), num_kv_heads, cuts=not window)
+    cutter = TileCutter(tile_tokens(num_heads, num_kv_heads, dtype), num_kv_heads, cuts=not window)
     starts, counts = (np.array(column, dtype=np.int32) for column in zip(*chunks, strict=True))
     found = cutter.tiles(np.arange(len(chunks), dtype=np.int32), counts, starts, 0 * counts, 0)
     found[0] += 1  # the first token belongs to nobody
@@ -144,7 +144,7 @@ def run_cuts(
         [length], num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
         dtype=kv_dtype or dtype, device=device,
     )  # fmt: skip
-    cutter = TileCutter(tile_tokens(num_heads, num_kv_heads), num_kv_heads, cuts=False)
+    cutter = TileCutter(tile_tokens(num_heads, num_kv_heads, dtype), num_kv_heads, cuts=False)
     workspace = PrefillWorkspace(cutter.max_parts, num_kv_heads, head_dim, device)
     queries = torch.randn(length, num_heads, head_dim, device=device).to(dtype)
     outs = []
@@ -186,7 +186,7 @@ def run_shared(
         lengths, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
         dtype=kv_dtype or dtype, device=device,
     )  # fmt: skip
-    per_tile = tile_rows(num_heads, num_kv_heads)
+    per_tile = tile_tokens(num_heads, num_kv_heads, dtype)
     tokens, rows, tile_lengths, covered, first = [], [], [], [], 0
     for prefix, ns in zip(prefixes, own, strict=True):
         members = list(range(first, first + len(ns)))

@@ -99,7 +99,7 @@ def test_no_kernel_reads_behind_what_is_mapped(kind: Callable[..., PagedAttentio
     positions = torch.cat(
         [torch.arange(s, s + c, dtype=torch.int32, device=device) for _, s, c in chunks]
     )
-    per_tile = tile_tokens(HEADS, KV_HEADS)
+    per_tile = tile_tokens(HEADS, KV_HEADS, DTYPE)
     offset = 2 + 0
     tiles = [
         (offset + within, count, 2, SIZE + within, 0, SIZE + within + count, -1, 0, 1)

@@ -39,7 +39,8 @@ class Copies(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-        self._pinned: set[int] = set()
+        # Kept, so that nothing else comes to lie where one was.
+        self._pinned: dict[int, torch.Tensor] = {}
 
     def device(self) -> Device:
         base: Any = CUDADevice if ON_GPU else PlainDevice
@@ -48,7 +49,7 @@ class Copies(TorchDispatchMode):
         class Counted(base):  # type: ignore[misc]
             def pinned(self, num_ints: int) -> torch.Tensor:
                 memory: torch.Tensor = super().pinned(num_ints)
-                pinned.add(memory.untyped_storage().data_ptr())
+                pinned[memory.untyped_storage().data_ptr()] = memory
                 return memory
 
         device: Device = Counted()

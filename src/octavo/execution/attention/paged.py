@@ -148,7 +148,7 @@ class PagedAttention:
         )
         # An invariant token attends in one order; a window leaves few keys.
         self.cutter = TileCutter(
-            tile_tokens(num_heads, self.num_kv_heads),
+            tile_tokens(num_heads, self.num_kv_heads, dtype),
             self.num_kv_heads,
             cuts=not is_invariant and not sliding_window,
         )

@@ -265,19 +265,28 @@ class PrefillWorkspace:
         self, max_parts: int, num_kv_heads: int, head_dim: int, device: torch.device
     ) -> None:
         """``max_parts`` bounds the parts of any launch, whole tiles not counted."""
-        rows = max(max_parts, 1) * num_kv_heads * BLOCK_M
+        programs = max(max_parts, 1) * num_kv_heads
+        rows = programs * _MOST_ROWS
         dim = triton.next_power_of_2(head_dim)
         self.out = torch.empty(rows * dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(rows // BLOCK_M, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(programs, dtype=torch.int32, device=device)
 
 
-BLOCK_M = 128
+_MOST_ROWS = 128
 
 
-def tile_tokens(num_heads: int, num_kv_heads: int) -> int:
-    """Tokens of a tile: its rows in the tensor cores are tokens × query heads of a KV head."""
-    return BLOCK_M // triton.next_power_of_2(num_heads // num_kv_heads)
+def tile_rows(group: int, dtype: torch.dtype) -> int:
+    """Rows of a tile, its tokens × the ``group`` of query heads of a KV head. Float32 is not for
+    tensor cores: the sums of 128 rows do not fit a thread's registers, and take 10 s to compile."""
+    rows = _MOST_ROWS if dtype.itemsize < 4 else 32
+    return max(rows, triton.next_power_of_2(group))
+
+
+def tile_tokens(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> int:
+    """Tokens of a tile."""
+    group = num_heads // num_kv_heads
+    return tile_rows(group, dtype) // triton.next_power_of_2(group)
 
 
 def tile_keys(dim: int, dtype: torch.dtype) -> int:
@@ -342,7 +351,7 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         DIM=dim,
         GROUP=triton.next_power_of_2(group),
-        BLOCK_M=BLOCK_M,
+        BLOCK_M=tile_rows(group, queries.dtype),
         BLOCK_N=block_n or tile_keys(dim, queries.dtype),
         PDL=PDL,
         num_warps=warps,

@@ -1,8 +1,8 @@
 """Attention of many rows to the prefix that they share: its keys and values are read once a tile of
 rows, not once a row.
 
-Rows whose block tables begin alike are a group; a tile is up to `tile_rows` of its rows × all query
-heads of a KV head. What a row has of its own is left to `decode_attention`, which adds both.
+Rows whose block tables begin alike are a group; a tile is up to `tile_tokens` of its rows × all
+query heads of a KV head. What a row has of its own is left to `decode_attention`, which adds both.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.decode_attention import SharedPrefixParts
 from octavo.execution.kernels.gpu import OVERLAP, PDL, begin
 from octavo.execution.kernels.prefill_attention import (
-    BLOCK_M,
     attend,
     tile_keys,
+    tile_rows,
     tile_stages,
-    tile_tokens,
 )
 
 
@@ -105,7 +104,7 @@ def _prefix(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixTiles:
-    """Int32, on the device. ``tokens [max_tiles, tile_rows]``: the tokens of a tile, padded by -1;
+    """Int32, on the device. ``tokens [max_tiles, tile_tokens]``: those of a tile, padded by -1;
     ``rows [max_tiles]``: a row whose table begins with the prefix; ``lengths [max_tiles]``: the
     prefix in tokens. The first ``num_tiles`` (``[1]``) are used. ``token_lengths [tokens]``: how
     many of a token's first keys are covered."""
@@ -115,11 +114,6 @@ class PrefixTiles:
     lengths: torch.Tensor
     num_tiles: torch.Tensor
     token_lengths: torch.Tensor
-
-
-def tile_rows(num_heads: int, num_kv_heads: int) -> int:
-    """Rows of a tile."""
-    return tile_tokens(num_heads, num_kv_heads)
 
 
 def prefix_attention(
@@ -166,7 +160,7 @@ def prefix_attention(
         HEAD_DIM=head_dim,
         DIM=dim,
         GROUP=triton.next_power_of_2(group),
-        BLOCK_M=BLOCK_M,
+        BLOCK_M=tile_rows(group, queries.dtype),
         BLOCK_N=block_n or tile_keys(dim, queries.dtype),
         PDL=PDL,
         num_warps=8,

@@ -1,10 +1,9 @@
 """A program: attention kernels over wide heads, compiled for a Hopper GPU on a machine that may
 have none. A tile that shared memory cannot hold is an error, as on a GPU. Prints each kernel and
-the bytes of shared memory that it takes; with ``long`` also those that take long to compile."""
+the bytes of shared memory that it takes."""
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,14 +16,10 @@ HEADS, KV_HEADS = 8, 4
 # Head dim, what is computed in and what is stored, over slots or tables; and which kernels.
 CASES = [
     (128, torch.float32, torch.float32, True, ("few",)),
-    (256, torch.float32, torch.float32, True, ("few",)),
-    (256, torch.float32, torch.float32, False, ("many",)),
+    (256, torch.float32, torch.float32, True, ("few", "prefill")),
+    (256, torch.float32, torch.float32, False, ("many", "prefill", "prefix")),
     (256, torch.bfloat16, torch.float8_e4m3fn, True, ("few", "prefill")),
     (256, torch.bfloat16, torch.bfloat16, False, ("few", "prefix")),
-]
-LONG = [
-    (256, torch.float32, torch.float32, True, ("prefill",)),
-    (256, torch.float32, torch.float32, False, ("prefill", "prefix")),
 ]
 
 
@@ -79,8 +74,7 @@ def main() -> None:
 
     JITFunction.run = told
     with ThreadPoolExecutor(2) as pool:
-        chosen = CASES + (LONG if "long" in sys.argv[1:] else [])
-        cases = [(*case[:4], kernel) for case in chosen for kernel in case[4]]
+        cases = [(*case[:4], kernel) for case in CASES for kernel in case[4]]
         for done in [pool.submit(launch, *case) for case in cases]:
             done.result()
     print("\n".join(found))

@@ -347,7 +347,6 @@ class FlashInferAttention(PagedAttention):
             layer: int,
             qkv: torch.Tensor | SplitSum,
             norm: QueryKeyNorm | None = None,
-            next_weight: torch.Tensor | None = None,
         ) -> torch.Tensor:
             queries = self.rotate_and_write(step, layer, qkv, norm)
             return attend(queries, self.layers[layer]).view(len(queries), -1)

@@ -43,8 +43,6 @@ SHARES = 396
 round of programs is left nearly empty: 264, 528 and 792 were slower at 8 rows of 64K or 16 of 1K.
 """
 _MAX_PREFIX_SPLITS = 8
-# With more rows attention keeps memory busy itself.
-_PREFETCH_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,10 +160,8 @@ class PagedAttention:
         layer: int,
         qkv: torch.Tensor | SplitSum,
         norm: QueryKeyNorm | None,
-        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queries ``[tokens, num_heads, head_dim]``, rotated; keys and values go into the pool.
-        ``next_weight`` is fetched to L2 meanwhile, where few rows leave time for it."""
+        """Queries ``[tokens, num_heads, head_dim]``, rotated; keys and values go into the pool."""
         return rope_and_write(
             qkv,
             self.layers[layer],
@@ -179,7 +175,6 @@ class PagedAttention:
             kv_scales=self.kv_scales[layer],
             eps=0.0 if norm is None else norm.eps,
             dtype=self.dtype,
-            next_weight=next_weight if len(step.positions) <= _PREFETCH_ROWS else None,
             is_invariant=self.is_invariant,
         )
 
@@ -257,13 +252,12 @@ class PagedStepAttention:
         layer: int,
         qkv: torch.Tensor | SplitSum,
         norm: QueryKeyNorm | None = None,
-        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `StepAttention`; ``qkv`` may be parts of a sum, and ``norm`` is applied to queries and
-        keys before they are rotated. ``next_weight`` is what the product after this reads."""
+        keys before they are rotated."""
         backend, step = self._backend, self._step
         kv_layer, kv_scales = backend.layers[layer], backend.kv_scales[layer]
-        queries = backend.rotate_and_write(step, layer, qkv, norm, next_weight)
+        queries = backend.rotate_and_write(step, layer, qkv, norm)
         out = torch.empty_like(queries)
         keys, tables = kv_layer, step.tables
         if step.in_slots and not backend.only_dense_in_slots:

@@ -91,7 +91,6 @@ class StockAttention(PagedAttention, ABC):
             layer: int,
             qkv: torch.Tensor | SplitSum,
             norm: QueryKeyNorm | None = None,
-            next_weight: torch.Tensor | None = None,
         ) -> torch.Tensor:
             queries = self.rotate_and_write(step, layer, qkv, norm)
             out = torch.empty_like(queries) if attend is None else attend(layer, queries)

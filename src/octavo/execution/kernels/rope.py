@@ -13,7 +13,6 @@ from octavo.execution.kernels.gpu import (
     SplitSum,
     load_sum,
     pointer_and_splits,
-    prefetch_lines,
 )
 
 
@@ -56,10 +55,6 @@ def _rope_and_write(
     stride_block,
     stride_token,
     value_offset,
-    num_tokens,
-    next_weight,
-    num_lines,
-    line,
     SPLITS: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -68,21 +63,8 @@ def _rope_and_write(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PREFETCH:
-        # Programs beyond the tokens: memory is idle from here until the product after attention.
-        extra = tl.program_id(0) - num_tokens
-        if extra >= 0:
-            tl.extra.cuda.gdc_launch_dependents()
-            program = extra * tl.num_programs(1) + tl.program_id(1)
-            programs = (tl.num_programs(0) - num_tokens) * tl.num_programs(1)
-            for first in range(program * 128, num_lines, programs * 128):
-                lines = tl.minimum(first + tl.arange(0, 128), num_lines - 1)
-                prefetch_lines(next_weight + lines.to(tl.int64) * line)
-            tl.extra.cuda.gdc_wait()
-            return
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -159,7 +141,6 @@ def rope_and_write(
     kv_scales: torch.Tensor | None = None,
     eps: float = 0.0,
     dtype: torch.dtype,
-    next_weight: torch.Tensor | None = None,
     is_invariant: bool = False,
 ) -> torch.Tensor:
     """Norm and rotate queries and keys, write keys and values to their blocks.
@@ -170,8 +151,8 @@ def rope_and_write(
     ``[positions, head_dim / 2]``, of zero columns where nothing is rotated. ``head_norms`` is
     float32 ``[num_heads + num_kv_heads, head_dim]``. An arena of float8_e4m3fn has ``kv_scales``,
     float32 ``[K|V, kv_head]``: what is written is divided by its head's, and cut off at 448.
-    ``next_weight`` is brought into L2 meanwhile. Where a token stands is read while the kernel
-    before this one still runs: one that does not overlap lies between it and what wrote that.
+    Where a token stands is read while the kernel before this one still runs: one that does not
+    overlap lies between it and what wrote that.
     ``is_invariant``: a token gets the same bits whatever tokens are beside it.
 
     Returns the queries, ``[tokens, num_heads, head_dim]`` in ``dtype``.
@@ -183,10 +164,7 @@ def rope_and_write(
     total_heads = num_heads + 2 * num_kv_heads
     heads = 4 if tokens < 256 or is_invariant else 16
     columns = triton.cdiv(total_heads, heads)
-    weight, extra = source, 0
-    if next_weight is not None and PDL:
-        weight, extra = next_weight, triton.cdiv(132, columns)
-    _rope_and_write[(tokens + extra, columns)](
+    _rope_and_write[(tokens, columns)](
         source,
         queries,
         kv_layer,
@@ -205,10 +183,6 @@ def rope_and_write(
         kv_layer.stride(0),
         kv_layer.stride(1),
         kv_layer.stride(2),
-        tokens,
-        weight,
-        weight.numel() * weight.element_size() // 128,
-        128 // weight.element_size(),
         SPLITS=splits,
         HAS_ROPE=cos.shape[-1] > 0,
         HAS_NORM=head_norms is not None,
@@ -217,7 +191,6 @@ def rope_and_write(
         HEAD_DIM=head_dim,
         HALF=triton.next_power_of_2(head_dim // 2),
         HEADS=heads,
-        PREFETCH=extra > 0,
         PDL=PDL,
         num_warps=4,
         **OVERLAP,

@@ -27,7 +27,6 @@ class FusedAttention(Protocol):
         layer: int,
         qkv: torch.Tensor | SplitSum,
         norm: QueryKeyNorm | None = None,
-        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -71,9 +70,7 @@ class FusedDecoder:
         delta: torch.Tensor | SplitSum | None = None
         for layer in model.layers:
             x = self._norm(layer.attention_norm, residual, delta)
-            heads = attention(
-                layer.index, self._product(layer.qkv, x), layer.query_key_norm, layer.output.weight
-            )
+            heads = attention(layer.index, self._product(layer.qkv, x), layer.query_key_norm)
             if wanted is not None and layer is model.layers[-1]:
                 # Keys and values of all tokens are written; nobody reads the states of the others.
                 residual, heads = (part.index_select(0, wanted) for part in (residual, heads))

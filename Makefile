@@ -28,8 +28,7 @@ test: .venv/.installed-dev
 test-long: .venv/.installed-dev
 	$(BIN)/python -m pytest --long --timeout=7200 \
 	  tests/engine/test_virtual.py tests/engine/test_resizing.py tests/execution/pages/test_memfd.py \
-	  tests/execution/gpu/test_attention.py tests/execution/gpu/test_slots_churn.py \
-	  tests/execution/gpu/test_page_faults.py \
+	  tests/execution/gpu/test_slots_churn.py tests/execution/gpu/test_page_faults.py \
 	  tests/server/test_schemathesis.py tests/server/test_soak.py
 
 install: .venv/.installed

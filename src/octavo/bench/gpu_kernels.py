@@ -214,7 +214,7 @@ def _decode_work(
     queries = torch.randn(rows, _HEADS, _DIM, device=_DEVICE, dtype=_DTYPE)
     out = torch.empty_like(queries)
     row_ids, last = _ints(list(range(rows))), _ints([length - 1 for length in lengths])
-    tiling = decode_tiling(rows, _DIM, max(lengths), _DTYPE)
+    tiling = decode_tiling(rows, _KV_HEADS, _DIM, max(lengths), _DTYPE)
     parts = decode_parts(
         row_ids, last, _ints([rows]), max_tokens=rows, num_kv_heads=_KV_HEADS, programs=SHARES,
         tiling=tiling,
@@ -255,7 +255,7 @@ def _decode_layers(
     scales: torch.Tensor | None,
 ) -> None:
     for layer in layers:
-        decode_attention(queries, layer, *arguments, kv_scales=scales)
+        decode_attention(queries, layer, *arguments, kv_scales=scales, is_planned=True)
 
 
 def _prefills(ceilings: Ceilings) -> Iterator[dict[str, Any]]:

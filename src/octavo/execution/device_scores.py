@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from octavo.core.plan import IntArray, PromptLogprobs, StepLogprobs
@@ -208,7 +209,12 @@ def _packed(logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> torch.
     its bits), rank, the likeliest ids, and theirs."""
     chosen = token_ids.long()[:, None]
     ranks = (logits > logits.gather(1, chosen)).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1
-    table = torch.log_softmax(logits, dim=-1)
+    # PyTorch adds a row's numbers in an order that follows its address, to four of them: so that
+    # its bits do not follow its place among the rows, each begins at a multiple of that.
+    vocab_size = logits.shape[1]
+    if vocab_size % 4:
+        logits = F.pad(logits, (0, -vocab_size % 4), value=float("-inf"))
+    table = torch.log_softmax(logits, dim=-1)[:, :vocab_size]
     parts = [table.gather(1, chosen).view(torch.int32), ranks]
     if width:
         top = torch.topk(table, width, dim=-1)

@@ -53,7 +53,7 @@ def launch(
         shared = prefix.PrefixTiles(ints(2, 64), ints(2), ints(2), ints(1), ints(rows))
         prefix.prefix_attention(queries, kv_layer, shared, tables, splits=2, kv_scales=scales)
     else:
-        tiling = decode_parts.decode_tiling(rows, head_dim, 100, dtype)
+        tiling = decode_parts.decode_tiling(rows, KV_HEADS, head_dim, 100, dtype)
         parts = decode_parts.DecodeParts(ints(rows, decode_parts.WIDTH), ints(1))
         own = decode_attention.DecodeWorkspace(
             rows, rows, KV_HEADS, head_dim, HEADS // KV_HEADS, host

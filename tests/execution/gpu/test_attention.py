@@ -118,12 +118,12 @@ def test_decode_over_a_grid(
     edges = sorted({1, size - 1, size, size + 1, 63, 64, 65, 127, 128, 129, 255, 257, 511, 1000})
     for num_tokens, max_length, programs, window in (
         (1, 1000, 1, 0), (1, 1000, 100, 0), (1, 10**5, 100, 0), (33, 1000, 100, 0),
-        (33, 1000, 100, 100),
+        (33, 1000, 100, 100), (32, 1000, 100, 0),
     ):  # fmt: skip
         run_decode(
             device, shape, edges, programs=programs, window=window, dtype=dtype,
             kv_dtype=kv_dtype,
-            tiling=decode_tiling(num_tokens, shape[2], max_length, dtype),
+            tiling=decode_tiling(num_tokens, shape[1], shape[2], max_length, dtype),
         )  # fmt: skip
     run_decode(
         device, shape, [1, 1500], programs=1000, dtype=dtype, kv_dtype=kv_dtype,
@@ -207,7 +207,7 @@ def test_float32_at_the_tiles_that_are_used(
     for num_tokens, max_length in ((1, 1000), (1, 10**5), (33, 1000)):
         run_decode(
             device, shape, [1, 63, 129, 1000], programs=100, kv_dtype=kv_dtype,
-            tiling=decode_tiling(num_tokens, shape[2], max_length, torch.float32),
+            tiling=decode_tiling(num_tokens, shape[1], shape[2], max_length, torch.float32),
         )  # fmt: skip
     run_prefill(device, shape, [(0, 200), (127, 1), (300, 33)], kv_dtype=kv_dtype, block_n=None)
     run_shared(

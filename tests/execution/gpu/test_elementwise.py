@@ -200,13 +200,13 @@ def rounded_close(dtype: torch.dtype) -> dict[str, float]:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("hidden", [200, 2048, 4096, 14336] if ON_GPU else [200])
-@pytest.mark.parametrize("splits", [0, 1, 3])
+@pytest.mark.parametrize(("rows", "splits"), [(3, 0), (3, 1), (3, 3), (65, 3)])
 def test_a_residual_is_added_and_normed(
-    device: torch.device, splits: int, hidden: int, dtype: torch.dtype
+    device: torch.device, rows: int, splits: int, hidden: int, dtype: torch.dtype
 ) -> None:
     """The norm is of the sum as it was rounded. Parts are float32, a whole product is not."""
-    residual = torch.randn(3, hidden, device=device).to(dtype)
-    parts = torch.randn(max(splits, 1), 3, hidden, device=device)
+    residual = torch.randn(rows, hidden, device=device).to(dtype)
+    parts = torch.randn(max(splits, 1), rows, hidden, device=device)
     delta: torch.Tensor | SplitSum | None = None
     if splits == 1:
         parts = parts.to(dtype)
@@ -216,6 +216,14 @@ def test_a_residual_is_added_and_normed(
     weight = torch.rand(hidden, device=device).to(dtype)
     added = residual.double() + (parts.double().sum(0) if splits else 0)
     before = residual.clone()
+    alone, apart = (
+        add_rms_norm(
+            before[:count].clone(), SplitSum(parts[:, :count].contiguous()) if splits > 1 else None,
+            weight, 1e-5, is_invariant=True,
+        )
+        for count in (1, rows)
+    )  # fmt: skip
+    assert torch.equal(alone, apart[:1]), "a row's bits are the same beside any others"
     y = add_rms_norm(residual, delta, weight, 1e-5)
     assert y.dtype == residual.dtype == dtype
     torch.testing.assert_close(residual.double(), added, **rounded_close(dtype))

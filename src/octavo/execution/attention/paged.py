@@ -232,7 +232,11 @@ class PagedStepAttention:
         self._workspace = workspace
         self._parts: DecodeParts | None = None
         self._tiling = decode_tiling(
-            step.max_decode, backend.layers[0].shape[-1], step.max_length, backend.dtype
+            step.max_decode,
+            backend.num_kv_heads,
+            backend.layers[0].shape[-1],
+            step.max_length,
+            backend.dtype,
         )
         if step.max_decode:
             self._parts = decode_parts(

@@ -44,13 +44,13 @@ LONG_ROW = 16384
 
 
 def decode_tiling(
-    max_tokens: int, head_dim: int, max_length: int, dtype: torch.dtype
+    max_tokens: int, num_kv_heads: int, head_dim: int, max_length: int, dtype: torch.dtype
 ) -> DecodeTiling:
-    """What is fastest on an H200 (docs/decisions/0005-gpu-step.md) for rows of up to
-    ``max_length``: few rows have a program of few keys each, which waits for memory more than for
-    its bytes; more of them, or of very long ones, keep it busy, and smaller tiles leave room for
-    others. ``dtype`` is what is computed in: of heads that take more bytes than 128 numbers of 16
-    bits shared memory holds smaller tiles only."""
+    """What is fastest on an H200 (docs/decisions/0005-gpu-step.md) for up to ``max_tokens`` rows
+    of up to ``max_length``: few have a program of few keys each, which waits for memory more than
+    for its bytes; more of them, or of very long ones, keep it busy, and smaller tiles leave room
+    for others. ``dtype`` is what is computed in: of heads that take more bytes than 128 numbers of
+    16 bits shared memory holds smaller tiles only."""
     num_bytes = head_dim * dtype.itemsize
     if num_bytes > 256:
         return _MANY if num_bytes <= 512 else _WIDE
@@ -58,8 +58,8 @@ def decode_tiling(
         return _MANY if head_dim > 64 else _MANY_NARROW
     if max_length > LONG_ROW:
         return _FEW_LONG
-    # From here on there are as many programs as multiprocessors.
-    return _FEW if max_tokens <= 8 else _FEW_WHOLE
+    # Uncut, the longer ones leave few multiprocessors without a program.
+    return _FEW_WHOLE if max_tokens * num_kv_heads >= 128 else _FEW
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -279,6 +279,8 @@ _MOST_ROWS = 128
 def tile_rows(group: int, dtype: torch.dtype) -> int:
     """Rows of a tile, its tokens × the ``group`` of query heads of a KV head. Float32 is not for
     tensor cores: the sums of 128 rows do not fit a thread's registers, and take 10 s to compile."""
+    if group > _MOST_ROWS:
+        raise ValueError(f"{group} query heads share a KV head; kernels take up to {_MOST_ROWS}")
     rows = _MOST_ROWS if dtype.itemsize < 4 else 32
     return max(rows, triton.next_power_of_2(group))
 

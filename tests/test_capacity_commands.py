@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from engine.tiny_engine import TOKEN_BYTES, options, save_gguf
 from octavo.bench import calibrate, prediction
+from octavo.bench.simulator import sharegpt
 from octavo.capacity_commands import serve_options
 from octavo.cli import app
 from octavo.config import EngineConfig, parse_size
@@ -23,6 +24,9 @@ from test_imports import HEAVY, modules_after
 runner = CliRunner()
 SMALL = ["--span", "1", "--num-requests", "100", "--verify-requests", "300"]
 LENGTHS = ["--input-len", "200", "--output-len", "20"]
+NO_RATES = ("0", "-1", "nan", "inf", "1e300", "1e-300")
+HUGE = str(10**30)
+TABLE = str(sharegpt())
 SLO = ["--slo", "ttft_p99=300ms,itl_p99=60ms"]
 
 
@@ -71,10 +75,25 @@ def test_a_plan_as_a_table_from_a_trace(tmp_path: Path) -> None:
         (["--calibration", "mine"], "no calibration 'mine'"),
         (["--trace", "no-such-file"], "cannot read the trace"),
         (["--router", "random"], "router must be one of round-robin, least-loaded, prefix-aware"),
-        (["--rate", "0"], "rate must be above 0"),
-        (["--span", "0"], "span must be 1 to 86400"),
-        (["--price", "-1"], "price must be above 0"),
-        (["--verify-requests", "0"], "verify_requests must be at least 1"),
+        *[(["--rate", rate], "--rate must be from 1e-06 to 1,000,000,000") for rate in NO_RATES],
+        (["--rate", "1e8"], "lower the rate"),
+        (["--span", "0"], "--span must be from 1 to 86,400, got 0"),
+        (["--span", "nan"], "--span must be"),
+        (["--price", "-1"], "--price must be"),
+        (["--price", "1e300"], "--price must be from 1e-06 to 1,000,000, got 1e+300"),
+        (["--verify-requests", "0"], "--verify-requests must be from 1 to 1,000,000"),
+        (["--verify-requests", HUGE], "--verify-requests must be"),
+        (["--num-requests", HUGE], "--num-requests must be"),
+        (["--num-requests", "0"], "--num-requests must be"),
+        (["--swap-memory", "900000TiB"], "--swap-memory must be from 0 to"),
+        (["--input-len", "1000000"], "ask for 1000020 tokens, and llama-3.1-8b has 131072"),
+        (["--output-len", HUGE], "--output-len must be"),
+        (["--input-len", "-1"], "--input-len must be"),
+        (["--trace", TABLE, "--max-total-len", "0"], "--max-total-len must be"),
+        (["--trace", TABLE, "--max-total-len", "200000"], "--max-total-len ask for 200000"),
+        (["--tensor-parallel", "0"], "0 ranks cannot share"),
+        (["--tensor-parallel", HUGE], "a host has 8"),
+        (["--slo", f"itl_p99={'9' * 400}s"], "must be above 0 and at most 1,000,000 s"),
         (["--arrivals", "gamma"], "arrivals must be poisson or trace"),
         (["--slo", "ttft=1s"], "an objective is a figure"),
         (["--slo", "itl_p99=1ms"], "itl_p99 is"),

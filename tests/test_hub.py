@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
+from typer.testing import CliRunner
 
-from octavo.hub import HubName
+from octavo.cli import app
+from octavo.hub import DownloadError, HubName
 from octavo.model_store import ModelStoreError, ensure_model, hub_name, pull, resolve_model
 
 COMMIT = "5" * 40
@@ -69,10 +72,12 @@ def replace_download(
     return calls
 
 
-def http_error(kind: type[Exception]) -> Exception:
-    """Without the response of whichever HTTP library made it."""
+def http_error(kind: type[Exception], status: int | None = None) -> Exception:
+    """Without the response of whichever HTTP library made it, but for its status."""
     error = kind.__new__(kind)
     error.args = ("404 Client Error.\nmore",)
+    if status is not None:
+        error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
     return error
 
 
@@ -155,7 +160,7 @@ def test_half_a_download_is_no_model(cache: Path, files: tuple[str, ...]) -> Non
         (snapshot / INDEX).write_text(json.dumps(WEIGHT_MAP))
     with pytest.raises(ModelStoreError, match="nor whole in the Hugging Face cache"):
         resolve_model("org/tiny")
-    with pytest.raises(ModelStoreError, match=r"org/tiny (is neither|has no)"):
+    with pytest.raises(ModelStoreError, match=r"org/tiny has no"):
         ensure_model("org/tiny")
 
 
@@ -167,7 +172,7 @@ def test_all_shards_are_a_model(cache: Path) -> None:
 
 def test_offline_says_what_to_do(cache: Path) -> None:
     for find in (ensure_model, pull):
-        with pytest.raises(ModelStoreError, match=r"hub cannot be reached .*hf download org/tiny"):
+        with pytest.raises(DownloadError, match=r"hub cannot be reached .*hf download org/tiny"):
             find("org/tiny")
     assert list(cache.iterdir()) == []
 
@@ -209,10 +214,8 @@ def test_only_the_named_gguf_is_fetched(cache: Path, monkeypatch: pytest.MonkeyP
         (http_error(errors.GatedRepoError), "org/tiny is gated: accept its terms on https://hugg"),
         (http_error(errors.RepositoryNotFoundError), "nor a repository of the Hugging Face hub"),
         (http_error(errors.RevisionNotFoundError), "org/tiny has no revision 'v1'"),
-        (errors.LocalEntryNotFoundError("no route\nmore"), r"cannot be reached \(no route\)"),
-        (errors.OfflineModeIsEnabled("offline"), r"cannot be reached \(offline\)"),
         (errors.HFValidationError("bad id"), "could not be downloaded: HFValidationError: bad id"),
-        (OSError(28, "No space left on device"), "No space left on device"),
+        (http_error(errors.HfHubHTTPError, 401), "could not be downloaded: HfHubHTTPError: 404"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -223,6 +226,33 @@ def test_errors_are_readable(
     with pytest.raises(ModelStoreError, match=message) as raised:
         ensure_model("org/tiny@v1")
     assert "\n" not in str(raised.value)
+    assert CliRunner().invoke(app, ["pull", "org/tiny@v1"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.LocalEntryNotFoundError("no route\nmore"), r"cannot be reached \(no route\)"),
+        (errors.OfflineModeIsEnabled("offline"), r"cannot be reached \(offline\)"),
+        (http_error(errors.HfHubHTTPError, 503), "could not be downloaded: HfHubHTTPError: 404"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (TimeoutError("timed out"), "could not be downloaded: TimeoutError: timed out"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_trouble_on_the_way_is_nobodys_request(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    replace_download(monkeypatch, fails=error)
+    with pytest.raises(DownloadError, match=message) as raised:
+        ensure_model("org/tiny@v1")
+    assert not isinstance(raised.value, ValueError)
+    assert "\n" not in str(raised.value)
+    for command in (["pull", "org/tiny"], ["serve", "org/tiny", "--port", "0"]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("octavo: org/tiny")
+        assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

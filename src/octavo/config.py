@@ -55,6 +55,11 @@ class ConfigError(ValueError):
     """An option is wrong; the message says which and what it may be."""
 
 
+class ResourceError(RuntimeError):
+    """This machine has less than is needed (memory, addresses, mappings, open files), whatever was
+    asked for; the message says of what, and what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVMemory:
     """How much memory the KV cache gets: ``num_bytes``, or a ``fraction`` of what remains after

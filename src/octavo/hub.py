@@ -37,7 +37,12 @@ _OTHER_LAYOUTS = ("*/*.safetensors", "consolidated*")
 
 
 class HubError(ValueError):
-    """A repository cannot be had; the message says which and what to do."""
+    """There is no such model for this user; the message says what to do."""
+
+
+class DownloadError(RuntimeError):
+    """A model could not be fetched although nothing is wrong with its name: the network, the hub or
+    the disk failed; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,9 @@ def download(name: HubName) -> Path:
     """Fetch what is missing of a model into huggingface_hub's cache.
 
     Raises:
-        HubError: there is no such repository, revision or file, it asks for rights that this user
-            does not have, or the hub cannot be reached.
+        HubError: there is no such repository, revision or file, or it asks for rights that this
+            user does not have.
+        DownloadError: the hub cannot be reached, or the download failed.
     """
     from huggingface_hub import errors, snapshot_download
 
@@ -109,10 +115,11 @@ def download(name: HubName) -> Path:
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise _unreachable(name, error) from error
-    # Errors of whichever HTTP library this version of huggingface_hub is built on, of the disk, of
-    # a name that the hub does not allow.
+    # A name that the hub does not allow; errors of whichever HTTP library this version of
+    # huggingface_hub is built on, and of the disk.
     except Exception as error:
-        raise HubError(
+        is_asked = isinstance(error, errors.HFValidationError) or _is_refused(error)
+        raise (HubError if is_asked else DownloadError)(
             f"{name} could not be downloaded: {type(error).__name__}: {_first_line(error)}"
         ) from error
     found = _model_in(folder, name)
@@ -142,8 +149,14 @@ def _shards(index: Path) -> set[str]:
         return set()
 
 
-def _unreachable(name: HubName, error: Exception) -> HubError:
-    return HubError(
+def _is_refused(error: Exception) -> bool:
+    """Whether the hub answered that this user may not."""
+    response = getattr(error, "response", None)
+    return getattr(response, "status_code", None) in (401, 403)
+
+
+def _unreachable(name: HubName, error: Exception) -> DownloadError:
+    return DownloadError(
         f"{name} is neither a directory or file here nor whole in the Hugging Face cache, and the "
         f"hub cannot be reached ({_first_line(error)}). Go online (HF_HUB_OFFLINE must not be 1), "
         f"fetch it elsewhere with `hf download {name.repo}` and copy the cache, or give the path "

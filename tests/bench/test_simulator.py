@@ -7,6 +7,9 @@ from typer.testing import CliRunner
 from octavo.bench import simulator
 from octavo.cli import app
 
+NO_RATES = ("0", "-1", "nan", "inf", "1e300", "1e-300")
+HUGE = str(10**30)
+
 
 def test_every_row_count_is_reported() -> None:
     figure = simulator.measure(4, steps=40, rounds=2)
@@ -31,7 +34,10 @@ def test_a_cluster_is_simulated_from_one_command() -> None:
 
 def test_a_cluster_that_cannot_be() -> None:
     for arguments, message in (
-        (["--replicas", "2", "--rate", "0"], "rate must be above 0"),
+        *[(["--replicas", "2", "--rate", rate], "--rate must be from 1e-06") for rate in NO_RATES],
+        (["--replicas", HUGE], "--replicas"),
+        (["--replicas", "2", "--num-requests", HUGE], "--num-requests"),
+        (["--compare", "--rounds", HUGE], "--rounds"),
         (["--replicas", "2", "--compare"], "--compare runs one engine"),
         (["--rate", "nan"], "--rate is for --replicas"),
         (["--compare", "--num-requests", "1"], "--num-requests is for --replicas"),

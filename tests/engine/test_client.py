@@ -289,6 +289,7 @@ def test_a_failed_step_fails_its_requests_only() -> None:
     ("model", "reason"),
     [
         ("toy-refuses", "kv_memory asks for too much; ask for less"),
+        ("toy-lacks", "the host refuses addresses; use less"),
         ("toy-raises", "OSError: the disk is on fire"),
         ("toy-crashes", "the engine process was ended by SIGABRT"),
     ],

@@ -20,6 +20,7 @@ from octavo.core.request import (
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.client import EngineDeadError
 from octavo.engine.llm import LLM
+from octavo.engine.messages import FromEngine, PoolChanged, StepMessage
 from octavo.engine.prefixes import PrefixTable, prefix_id, prefix_number
 from toy_executor import VOCAB
 
@@ -229,6 +230,42 @@ def test_a_result_nobody_waits_for_is_dropped() -> None:
     assert dropped == [1, 3]
     assert table.remove("prefix-6")
     assert dropped == [1, 3, 6]
+
+
+def test_what_the_engine_forgot_is_not_listed() -> None:
+    """News of a registration and of a sleep arrive in one read, before anybody takes the first."""
+    dropped: list[int] = []
+    table = PrefixTable(dropped.append)
+    with table.expecting(1) as take:
+        table.receive(RegisteredPrefix(1, 9, 8))
+        take()
+    with table.expecting(2) as take, table.expecting(3) as later:
+        table.receive(RegisteredPrefix(2, 9, 8))
+        table.clear()
+        with pytest.raises(RequestError, match="put to sleep"):
+            take()
+        table.receive(RegisteredPrefix(3, 9, 8))
+        assert later().id == "prefix-3"
+    assert [prefix.id for prefix in table.listed()] == ["prefix-3"]
+    assert dropped == [], "the engine knows of none"
+
+
+def test_a_sleep_in_the_read_of_a_registration_fails_it() -> None:
+    async def test() -> None:
+        async with engine_of("toy-caches") as engine:
+            digest = engine._connection._digest
+
+            def digest_both(message: FromEngine) -> None:
+                digest(message)
+                if isinstance(message, StepMessage) and message.prefixes:
+                    digest(PoolChanged(99, 1, drops_prefixes=True))
+
+            engine._connection._digest = digest_both
+            with pytest.raises(RequestError, match="put to sleep"):
+                await engine.register_prefix(PREFIX)
+            assert engine.prefixes() == []
+
+    run(test())
 
 
 def test_a_stopped_engine_ends_the_wait() -> None:

@@ -267,6 +267,15 @@ def test_a_resize_that_changes_nothing_has_ended_before_the_next_begins() -> Non
     assert second == PoolChanged(2, same + 3, False, None, ANY)
 
 
+def test_a_sleep_drops_prefixes_even_where_it_fails() -> None:
+    for fails in (False, True):
+        harness = Harness()
+        harness.executor.fail_steps |= {1} if fails else set()
+        refused, slept = answers_to(harness, ResizePool(1, 10**9), ResizePool(2, 0, "sleep"))
+        assert (refused.drops_prefixes, slept.drops_prefixes) == (False, True)
+        assert (slept.error is not None) == fails
+
+
 def test_a_request_that_crosses_a_shrink_is_refused_in_the_doors_words() -> None:
     late = AddRequest.of(request(101, [1] * 10, 60))
     _, rejected = answers_to(Harness(), ResizePool(1, 5), late)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -12,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from engine.test_beams import alone as mixed_alone
 from engine.test_beams import mixed, reference
 from engine.test_equality import NEW_TOKENS, REQUESTS, alone
-from engine.tiny_engine import TOKEN_BYTES, build, pool, run, save_llama
-from octavo.config import ConfigError
+from engine.tiny_engine import TOKEN_BYTES, build, pool, run, save_gguf, save_llama
+from octavo.cli import app
+from octavo.config import ConfigError, ResourceError
 from octavo.core.layout import KVLayout
 from octavo.core.plan import MapBlocks, StepPlan, int_array
 from octavo.core.request import FinishReason, Request
@@ -185,11 +188,28 @@ def test_few_mappings_are_enough(model: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_too_few_mappings_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memfd, "_remaining_mappings", lambda: 3 + 4 + 128 // SIZE - 1)
-    with pytest.raises(ConfigError, match="a sequence of 128 tokens needs 16 mapped blocks and"):
+    with pytest.raises(ResourceError, match="a sequence of 128 tokens needs 16 mapped blocks and"):
         build_virtual(model, 200)
     monkeypatch.setattr(memfd, "_remaining_mappings", lambda: 1)
-    with pytest.raises(ConfigError, match=r"kv=virtual: .* or use kv=paged"):
+    with pytest.raises(ResourceError, match=r"kv=virtual: .* or use kv=paged"):
         build_virtual(model, 200)
+
+
+def test_a_host_that_refuses_is_not_what_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_gguf(tmp_path / "model.gguf")
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    arguments = ["generate", str(model), "a", "--kv", "virtual", "--max-num-seqs", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--kv-memory", "1MiB", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        "octavo: kv=virtual: memfd_create failed: Too many open files; or use kv=paged"
+    )
 
 
 def test_another_system_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

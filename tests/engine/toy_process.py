@@ -1,10 +1,10 @@
 """An engine process over the toy executor, run as a script in place of `octavo.engine.process`.
 
 The model's name says how it behaves: ``toy``; ``toy-slow`` takes its time;
-``toy-refuses``, ``toy-raises`` and ``toy-crashes`` fail to start; ``toy-bug`` raises something
-unforeseen in its third step; ``toy-fails-step`` fails its second step; ``toy-hangs`` hangs in its
-third until it gets SIGUSR1; ``toy-caches`` caches prefixes, ``toy-caches-slow`` takes its time
-with that. Of a path only the last part counts.
+``toy-refuses``, ``toy-lacks``, ``toy-raises`` and ``toy-crashes`` fail to start; ``toy-bug`` raises
+something unforeseen in its third step; ``toy-fails-step`` fails its second step; ``toy-hangs``
+hangs in its third until it gets SIGUSR1; ``toy-caches`` caches prefixes, ``toy-caches-slow`` takes
+its time with that. Of a path only the last part counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from octavo.config import BLOCK_SIZE, ConfigError, EngineConfig
+from octavo.config import BLOCK_SIZE, ConfigError, EngineConfig, ResourceError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.core import EngineCore
 from octavo.engine.process import run_process
@@ -105,6 +105,8 @@ def build(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
     model = Path(config.model).name
     if model == "toy-refuses":
         raise ConfigError("kv_memory asks for\n too much; ask for less")
+    if model == "toy-lacks":
+        raise ResourceError("the host refuses\n addresses; use less")
     if model == "toy-crashes":
         os.abort()
     if model == "toy-raises":

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+import subprocess
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -122,3 +126,35 @@ def test_connections_are_as_many_as_descriptors_allow(
 
     monkeypatch.setattr(run.resource, "setrlimit", raise_limit)
     assert run._allow_descriptors(8192) == room
+
+
+def test_too_few_files_for_a_server_are_named_at_the_door() -> None:
+    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))\n"
+    code += "from octavo.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", "no-such-model", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "octavo: the limit of open files (ulimit -n) is 14, and a server needs at least 24, and "
+        "two for each connection; raise it\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), ConfigError),
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), OSError),
+        (OSError(errno.EMFILE, "Too many open files"), OSError),
+    ],
+)
+def test_a_host_that_cannot_be_looked_up_now_is_not_a_wrong_one(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, kind: type[Exception]
+) -> None:
+    def refuse(*_: object, **__: object) -> object:
+        raise error
+
+    monkeypatch.setattr(run.socket, "getaddrinfo", refuse)
+    with pytest.raises(kind, match=f"host 'h' cannot be used: {error.strerror}") as caught:
+        run.listen("h", 0)
+    assert isinstance(caught.value, ValueError) == (kind is ConfigError)

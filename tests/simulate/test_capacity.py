@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from octavo.simulate import capacity
 from octavo.simulate.capacity import MAX_REPLICAS, Planner
 from octavo.simulate.capacity_plan import Setup, Trial
 from octavo.simulate.gpus import GPU, GPUError, gpu_named, with_price
@@ -141,6 +142,26 @@ def test_what_nothing_meets_says_what_to_change() -> None:
         planner("itl_p90=20ms").plan(0.0)
 
 
+def test_a_hopeless_rate_is_refused_before_any_search() -> None:
+    told: list[str] = []
+    with pytest.raises(ObjectiveError, match=f"and {MAX_REPLICAS} are simulated at most; lower"):
+        planner("itl_p90=20ms", tell=told.append).plan(1e300)
+    assert not told
+
+
+def test_no_variants_are_tried_for_a_rate_that_they_cannot_serve() -> None:
+    told: list[str] = []
+    with pytest.raises(ObjectiveError, match=f"and {MAX_REPLICAS} are simulated at most; lower"):
+        planner("itl_p90=20ms", tell=told.append).plan(1e6)
+    assert len(told) == 1
+
+
+def test_a_trial_ends_whatever_the_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_MOST", 400)
+    trial = planner("itl_p99=1s", span_s=86400.0)._trial(Setup(), 20.0)
+    assert 300 < trial.outcome.num_requests <= 400
+
+
 def test_a_queue_that_grows_meets_nothing() -> None:
     found = planner("itl_p99=1s").sustained(Setup(max_num_batched_tokens=16))
     overload = [trial for trial in found.trials if not trial.keeps_up]
@@ -150,11 +171,12 @@ def test_a_queue_that_grows_meets_nothing() -> None:
 
 
 def test_objectives_are_read() -> None:
-    assert parse_objectives("ttft_p99=200ms, itl_p50 = 0.05s,e2e_mean=3s") == (
+    assert parse_objectives("ttft_p99=200ms, itl_p50 = 0.05s,e2el_mean=3s") == (
         Objective("ttft", "p99", 0.2),
         Objective("itl", "p50", 0.05),
-        Objective("e2e", "mean", 3.0),
+        Objective("e2el", "mean", 3.0),
     )
+    assert parse_objectives("e2e_p50=1s") == parse_objectives("e2el_p50=1s")
     for text in ("", "ttft=200ms", "ttft_p98=1s", "ttft_p99=200", "x_p99=1s", "itl_p99=1.2.3s"):
         with pytest.raises(ObjectiveError):
             parse_objectives(text)

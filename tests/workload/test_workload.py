@@ -90,7 +90,11 @@ def test_arrivals_have_their_rate_and_burstiness(process: str, cv: float, spread
 
 
 def test_bad_arrivals_are_refused() -> None:
-    for arguments in (("poisson", None, 1.0), ("poisson", 0.0, 1.0), ("gamma", 1.0, 0.0)):
+    for arguments in (
+        ("poisson", None, 1.0),
+        *[("poisson", rate, 1.0) for rate in (0.0, -1.0, float("nan"), float("inf"), 1e-310)],
+        *[("gamma", 1.0, cv) for cv in (0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300)],
+    ):
         with pytest.raises(WorkloadError):
             arrival_times(arguments[0], 3, rate=arguments[1], cv=arguments[2])
     with pytest.raises(WorkloadError, match="must be one of"):
@@ -102,6 +106,9 @@ def test_a_traces_own_arrivals_can_be_rescaled() -> None:
     assert [i.arrival_s for i in rescaled(items, 2.0)] == [0.0, 0.1, 1.0]
     with pytest.raises(WorkloadError, match="lengths only"):
         rescaled([WorkItem(0.0, 1, 1)] * 3, 1.0)
+    for rate in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(WorkloadError, match="a rate above 0"):
+            rescaled(items, rate)
 
 
 def test_prompts_share_what_their_hashes_share() -> None:

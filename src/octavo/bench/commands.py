@@ -56,12 +56,16 @@ def simulator(
     ] = None,
     rounds: Annotated[
         int,
-        typer.Option(min=1, help="For --compare: the least disturbed of so many runs counts."),
+        typer.Option(
+            min=1, max=1000, help="For --compare: the least disturbed of so many runs counts."
+        ),
     ] = 3,
     replicas: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Instead, simulate a cluster of so many replicas of an 8B on an H200 each."
+            min=1,
+            max=10_000,
+            help="Instead, simulate a cluster of so many replicas of an 8B on an H200 each.",
         ),
     ] = None,
     rate: Annotated[
@@ -72,7 +76,9 @@ def simulator(
     ] = None,
     num_requests: Annotated[
         int | None,
-        typer.Option(min=1, help="For --replicas: how many requests come [default: 20000]."),
+        typer.Option(
+            min=1, max=1_000_000, help="For --replicas: how many requests come [default: 20000]."
+        ),
     ] = None,
     device: options.Device = DEFAULTS.device,
     threads: options.Threads = 1,
@@ -95,8 +101,8 @@ def simulator(
 
         if replicas is not None:
             rate = 10_000.0 if rate is None else rate
-            if not 0 < rate < float("inf"):
-                raise ConfigError(f"rate must be above 0 and finite, got {rate:g}")
+            if not 1e-6 <= rate <= 1e9:
+                raise ConfigError(f"--rate must be from 1e-06 to 1,000,000,000, got {rate:g}")
             found = simulator.measure_cluster(replicas, rate, num_requests or 20_000)
             if as_json:
                 print_json(asdict(found))

@@ -30,6 +30,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
 
     Raises:
         ConfigError: an option does not fit the model or the machine.
+        ResourceError: the system refuses memory, addresses or mappings.
         ModelLoadError: the model cannot be loaded.
     """
     started = time.perf_counter()

@@ -52,6 +52,7 @@ def build_cpu(config: EngineConfig, limits: Limits) -> Mechanism:
 
     Raises:
         ConfigError: an option does not fit the model or the machine.
+        ResourceError: the system refuses memory, addresses or mappings.
         ModelLoadError: the model cannot be loaded.
     """
     if config.deterministic:

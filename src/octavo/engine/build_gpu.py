@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from octavo.config import ConfigError, EngineConfig, KVMemory
+from octavo.config import ConfigError, EngineConfig, KVMemory, ResourceError
 from octavo.core.model_config import ModelLoadError
 from octavo.core.plan import (
     Batch,
@@ -60,6 +60,7 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
 
     Raises:
         ConfigError: an option does not fit the model or the machine.
+        ResourceError: the system refuses memory, addresses or mappings.
         ModelLoadError: the model cannot be loaded, or not on a GPU.
     """
     clock, start_s = time.perf_counter, {}
@@ -132,7 +133,7 @@ def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
         warm_up(runner, min(_SHORT_CHUNK, most_tokens - 2))
         start_s["pool"] = clock() - started
     except PageError as error:
-        raise ConfigError(f"kv=virtual: {error}; or use kv=paged") from error
+        raise ResourceError(f"kv=virtual: {error}; or use kv=paged") from error
     except FlashInferError as error:
         raise ConfigError(f"{error}; or use attention=triton") from error
     except StepError as error:

@@ -336,7 +336,7 @@ class AsyncEngine:
                 kind = EngineConfigError if message.is_asked else EngineStartError
                 self._ready.set_exception(kind(message.reason))
         elif isinstance(message, PoolChanged):
-            if message.is_asleep:
+            if message.drops_prefixes:
                 self._prefixes.clear()
             self._pool_calls.receive(message)
         elif isinstance(message, Died):

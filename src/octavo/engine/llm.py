@@ -46,6 +46,7 @@ class LLM:
 
     Raises:
         ConfigError, ModelStoreError, ModelLoadError: the model cannot be served as asked.
+        ResourceError, DownloadError: the machine or the network refuses what it takes.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:

@@ -293,11 +293,13 @@ class Rejected(_Message, frozen=True):
 
 class PoolChanged(_Message, frozen=True):
     """Resize ``number`` has ended: requests may count on ``num_blocks``, or will when the engine
-    wakes up. With an ``error`` of ``kind``, a class of `octavo.core.request`, nothing changed."""
+    wakes up. With an ``error`` of ``kind``, a class of `octavo.core.request`, the pool is what it
+    was. ``drops_prefixes``: registered prefixes went on the way, as for a sleep, also one that came
+    to nothing."""
 
     number: int
     num_blocks: int
-    is_asleep: bool
+    drops_prefixes: bool
     error: str | None = None
     kind: str = PoolBusyError.__name__
 

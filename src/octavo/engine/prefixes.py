@@ -119,8 +119,13 @@ class PrefixTable:
                 self._drop(number)
 
     def clear(self) -> None:
-        """The engine keeps none any more."""
+        """The engine was put to sleep and keeps none any more, not even one whose news came in the
+        same read and was not taken yet."""
         self._prefixes.clear()
+        for number, result in self._coming.items():
+            if result is not None and result.error is None:
+                why = "the engine was put to sleep, which drops prefixes; register it once more"
+                self._coming[number] = replace(result, error=why)
 
     def receive(self, result: RegisteredPrefix) -> None:
         """News of the engine."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import zmq
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, ResourceError
 from octavo.core.request import (
     PoolBusyError,
     PoolSizeError,
@@ -90,8 +90,9 @@ class EngineLoop:
         self._stats_due = 0.0
         self._sent_stats: EngineStats | None = None
         self._is_stopping = False
-        # The resize that is under way, by the front end's number.
+        # The resize that is under way, by the front end's number, and whether it is a sleep.
         self._resize_number: int | None = None
+        self._is_sleep = False
         core.on_plan = self._tell_plan
 
     # Every message of the front end is answered by stats before the loop goes idle, so that it can
@@ -203,7 +204,7 @@ class EngineLoop:
         if (earlier := self._resize_number) is not None:
             text = "another resize of the KV cache took this one's place"
             self._send(self._pool_changed(earlier, text, PoolBusyError.__name__))
-        self._resize_number = message.number
+        self._resize_number, self._is_sleep = message.number, message.action == "sleep"
         self._limits = self._current_limits()
         # One that had nothing to do has ended before the next message is read.
         self._tell_resized()
@@ -224,11 +225,14 @@ class EngineLoop:
         # What it changes is known before anybody hears that it has ended.
         self._sent_stats = self._stats()
         self._send(StepMessage(b"", b"", (), self._sent_stats))
-        self._send(self._pool_changed(number, ended.error, PoolBusyError.__name__))
+        kind = PoolBusyError.__name__
+        self._send(self._pool_changed(number, ended.error, kind, drops_prefixes=self._is_sleep))
 
-    def _pool_changed(self, number: int, error: str | None, kind: str) -> PoolChanged:
-        resizing = self._core.scheduler.resizing
-        return PoolChanged(number, resizing.num_lasting_blocks, resizing.is_asleep, error, kind)
+    def _pool_changed(
+        self, number: int, error: str | None, kind: str, *, drops_prefixes: bool = False
+    ) -> PoolChanged:
+        num_blocks = self._core.scheduler.resizing.num_lasting_blocks
+        return PoolChanged(number, num_blocks, drops_prefixes, error, kind)
 
     def _add(self, message: AddRequest) -> None:
         try:
@@ -348,7 +352,7 @@ def run_process(build: Build) -> int:
         try:
             core, report = build(start.config)
         except Exception as error:
-            socket.send(encode(StartFailed(_reason(error), _is_readable(error))))
+            socket.send(encode(StartFailed(_reason(error), isinstance(error, ValueError))))
             return 1
         return run_engine(core, report, socket)
     finally:
@@ -366,8 +370,10 @@ def _reason(error: Exception) -> str:
 
 
 def _is_readable(error: Exception) -> bool:
-    """Whether the error is of ours, about what was asked for."""
-    return isinstance(error, ValueError) and type(error).__module__.startswith("octavo.")
+    """Whether the error is of ours and made for a person: about what was asked for, or about what
+    the machine has not."""
+    is_ours = type(error).__module__.startswith("octavo.")
+    return is_ours and isinstance(error, ValueError | ResourceError)
 
 
 def _die_with_parent() -> None:

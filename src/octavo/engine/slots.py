@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from octavo.config import ConfigError
+from octavo.config import ConfigError, ResourceError
 from octavo.core.layout import (
     BlockSizeError,
     KVLayout,
@@ -49,8 +49,8 @@ def build_slots(
     """The pool in host pages, and a slot of the longest sequence for every row.
 
     Raises:
-        ConfigError: the host is not Linux, or refuses memory, addresses, or mappings for one such
-            sequence.
+        ConfigError: the host is not Linux.
+        ResourceError: it refuses memory, addresses, descriptors, or mappings for one such sequence.
     """
     check_host()
     try:
@@ -64,7 +64,7 @@ def build_slots(
             max_blocks=host.total_bytes() // layout.block_bytes,
         )
     except PageError as error:
-        raise ConfigError(f"kv=virtual: {error}; or use kv=paged") from error
+        raise ResourceError(f"kv=virtual: {error}; or use kv=paged") from error
     check_longest(layout, num_blocks, arena.max_mapped_blocks, limits)
     return arena
 
@@ -76,11 +76,11 @@ def check_host() -> None:
 
 
 def check_longest(layout: KVLayout, num_blocks: int, possible: int, limits: Limits) -> None:
-    """Raises ConfigError when the longest sequence that fits could not be mapped."""
+    """Raises ResourceError when the longest sequence that fits could not be mapped."""
     longest = min(limits.max_model_len, (num_blocks - 1) * layout.block_size + 1)
     needed = num_blocks_for(longest, layout.block_size)
     if possible < needed:
-        raise ConfigError(
+        raise ResourceError(
             f"kv=virtual: a sequence of {longest} tokens needs {needed} mapped blocks and the host "
             f"allows {possible}; lower max_model_len or max_num_seqs, raise block_size or "
             "vm.max_map_count, or use kv=paged"

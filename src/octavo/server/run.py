@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from octavo.config import ConfigError, EngineConfig, ServerConfig
+from octavo.config import ConfigError, EngineConfig, ResourceError, ServerConfig
 from octavo.engine.background import in_thread
 from octavo.engine.child import COMMAND
 from octavo.engine.client import AsyncEngine
@@ -38,7 +39,12 @@ _BACKLOG = 2048
 _LAST_ANSWERS_S = 5
 _TICK_S = 1.0
 _OTHER_DESCRIPTORS = 256
+# SmolLM2 on a CPU listens with 20 and no less than 19 will do; some for clients, and for other
+# libraries than these.
+_FEWEST_DESCRIPTORS = 24
 _HURRIED_ANSWERS_S = 1
+# What looking up a host says where it is not the host's name that is at fault.
+_NOT_NOW = (socket.EAI_AGAIN, socket.EAI_MEMORY, socket.EAI_SYSTEM)
 
 
 def serve(
@@ -56,9 +62,12 @@ def serve(
         ConfigError: the address cannot be listened on, or a prefix's file cannot be read (both
             found before the model is loaded), or a prefix cannot be kept.
         ModelStoreError, TokenizerError, ChatTemplateError: the model's files are not usable.
+        DownloadError: the model could not be fetched.
+        ResourceError: this process may open too few files.
         EngineStartError: the engine could not start.
     """
     configure_logs(server_config.log_format, server_config.log_level)
+    _check_descriptors()
     bodies = read_prefix_files(engine_config, server_config.prefixes)
     allowed = _allow_descriptors(2 * server_config.max_connections) // 2
     if allowed < server_config.max_connections:
@@ -80,7 +89,8 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Clients that connect while the model loads wait for it.
 
     Raises:
-        OSError: the port is taken, or the address is not this machine's.
+        OSError: the port is taken, the address is not this machine's, or names cannot be looked up
+            now.
         ConfigError: there is no such host.
     """
     try:
@@ -89,7 +99,10 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"host {host!r} cannot be used: {error.strerror or error}") from error
+        text = f"host {host!r} cannot be used: {error.strerror or error}"
+        is_asked = isinstance(error, socket.gaierror) and error.errno not in _NOT_NOW
+        is_asked |= error.errno == errno.EAFNOSUPPORT
+        raise (ConfigError(text) if is_asked else OSError(text)) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Its connections inherit this: a token's event must not wait for the last one's receipt.
@@ -320,6 +333,16 @@ def _curl(url: str, model: str, tokenizer: Tokenizer | None, has_keys: bool) -> 
 def _engine_log_level(level: str) -> str:
     """Requests are the front end's to log: at its level info the engine tells what is wrong."""
     return "warning" if level == "info" else level
+
+
+def _check_descriptors() -> None:
+    """Raises ResourceError where this user may not open the files of a server without clients."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < _FEWEST_DESCRIPTORS:
+        raise ResourceError(
+            f"the limit of open files (ulimit -n) is {hard}, and a server needs at least "
+            f"{_FEWEST_DESCRIPTORS}, and two for each connection; raise it"
+        )
 
 
 def _allow_descriptors(count: int) -> int:

@@ -37,6 +37,10 @@ _PRECISION, _GAIN = 1.03, 1.02
 # A rate so far below saturation that requests hardly meet each other.
 _LOWEST_SHARE = 1 / 100
 _FEWEST = 200
+# At any rate and span: a queue that grows shows well before, and a trial ends.
+_MOST = 20_000
+# A rate so far above what replicas take in a burst that no setup of them could serve it.
+_HOPELESS = 100
 # The load of a simulation rises for this part of its arrivals, which does not count.
 _RISE = 0.2
 # Requests without a token when the last one comes: more, and the replica does not keep up.
@@ -47,7 +51,8 @@ _MOST_WAITING = 0.05
 class Planner:
     """``items`` are the lengths to serve, sampled from a trace; their own arrivals, scaled to the
     rate, are the cluster's with ``keeps_arrivals``. ``span_s`` seconds of arrivals are simulated
-    for each trial of one replica, and of the cluster as far as ``num_verified`` requests allow."""
+    for each trial of one replica, as far as 20,000 requests allow, and of the cluster as far as
+    ``num_verified`` do."""
 
     gpu: GPU
     shape: ModelShape
@@ -62,6 +67,7 @@ class Planner:
     seed: int = 0
     tell: Callable[[str], None] = lambda text: None
     _trials: dict[tuple[Setup, float], Trial] = field(default_factory=dict, init=False)
+    _saturations: dict[Setup, float] = field(default_factory=dict, init=False)
 
     def plan(self, rate: float) -> Plan:
         """The cheapest plan for ``rate`` requests a second.
@@ -72,12 +78,19 @@ class Planner:
         """
         if not 0 < rate < math.inf:
             raise ValueError(f"rate must be above 0 requests a second, got {rate}")
-        candidates = [self._sustained_at_best_budget(setup) for setup in self._base_setups()]
+        setups = self._base_setups()
+        fastest = max(self._saturation(setup) for setup in setups)
+        if rate > _HOPELESS * MAX_REPLICAS * fastest:
+            raise self._too_many(rate, rate / fastest, fastest)
+        candidates = [self._sustained_at_best_budget(setup) for setup in setups]
         feasible = [found for found in candidates if found.rate > 0]
         if not feasible:
             raise ObjectiveError(self._infeasible(candidates))
         # Fewer ranks may cost less although they sustain less each: what counts is whole replicas.
         best = min(feasible, key=lambda found: self._cost(found, rate))
+        # No variant of it makes up for that.
+        if rate > 2 * MAX_REPLICAS * max(found.rate for found in feasible):
+            raise self._too_many(rate, rate / best.rate, best.rate)
         for change in self._variants(best):
             variant = replace(best.setup, **change)
             if not self._trial(variant, best.rate * _GAIN).meets(self.objectives):
@@ -158,18 +171,29 @@ class Planner:
         self.tell(f"{setup.describe()}: {low:.2f} requests/s")
         return Sustained(setup, low, tuple(trials))
 
+    def _too_many(self, rate: float, num_replicas: float, replica_rate: float) -> ObjectiveError:
+        return ObjectiveError(
+            f"{rate:g} requests/s need {num_replicas:,.4g} replicas at {replica_rate:.3g} each, "
+            f"and {MAX_REPLICAS} are simulated at most; lower the rate, relax the objectives, or "
+            "split the work over clusters"
+        )
+
     def _saturation(self, setup: Setup) -> float:
         """Requests a second of as many as run at once, submitted together."""
+        if setup in self._saturations:
+            return self._saturations[setup]
         items = [
             replace(self.items[i % len(self.items)], arrival_s=0.0) for i in range(2 * _FEWEST)
         ]
         cluster = Cluster(self.config(setup), self.latency(setup), seed=self.seed)
-        return cluster.run(items).outcome().requests_per_s
+        found = self._saturations[setup] = cluster.run(items).outcome().requests_per_s
+        return found
 
     def _trial(self, setup: Setup, rate: float) -> Trial:
         key = setup, rate
         if key not in self._trials:
-            items = self._arriving(rate, max(_FEWEST, int(rate * self.span_s)), self.seed)
+            count = min(max(_FEWEST, int(rate * self.span_s)), _MOST)
+            items = self._arriving(rate, count, self.seed)
             self._trials[key] = self._simulate(setup, items, rate)
         return self._trials[key]
 
@@ -245,11 +269,7 @@ class Planner:
         num_replicas = math.ceil(rate / best.rate)
         while True:
             if num_replicas > MAX_REPLICAS:
-                raise ObjectiveError(
-                    f"{rate:g} requests/s need {num_replicas} replicas at {best.rate:.3g} each, "
-                    f"and {MAX_REPLICAS} are simulated at most; lower the rate, relax the "
-                    "objectives, or split the work over clusters"
-                )
+                raise self._too_many(rate, num_replicas, best.rate)
             trial, count = self._cluster_trial(best.setup, rate, num_replicas)
             num_settled = num_replicas
             if trial.meets(self.objectives) and not trial.is_settled:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from octavo.workload.items import WorkItem, WorkloadError
 
+_LEAST_CV, _MOST_CV = 0.001, 1000.0
 PROCESSES = ("all-at-once", "constant", "poisson", "gamma", "trace")
 
 
@@ -22,7 +23,8 @@ def arrival_times(
     Poisson, more is burstier.
 
     Raises:
-        WorkloadError: an unknown process, or a rate or cv that is not positive.
+        WorkloadError: an unknown process, a rate that is not positive or so low that times are no
+            numbers, or a cv out of range.
     """
     if process == "all-at-once":
         return np.zeros(count)
@@ -30,8 +32,8 @@ def arrival_times(
         raise WorkloadError(f"arrivals must be one of {', '.join(PROCESSES)}, got {process!r}")
     if rate is None or not 0 < rate < float("inf"):
         raise WorkloadError(f"{process} arrivals need a rate above 0 requests a second, got {rate}")
-    if not 0 < cv < float("inf"):
-        raise WorkloadError(f"cv must be above 0, got {cv}")
+    if not _LEAST_CV <= cv <= _MOST_CV:
+        raise WorkloadError(f"cv must be from {_LEAST_CV:g} to {_MOST_CV:g}, got {cv:g}")
     random = np.random.default_rng(seed)
     if process == "constant":
         gaps = np.full(count, 1 / rate)
@@ -40,7 +42,10 @@ def arrival_times(
     else:
         shape = cv**-2
         gaps = random.gamma(shape, 1 / (rate * shape), count)
-    times = np.cumsum(gaps)
+    with np.errstate(over="ignore"):
+        times = np.cumsum(gaps)
+    if not np.isfinite(times).all():
+        raise WorkloadError(f"a rate of {rate:g} requests a second is too low; ask for more")
     return times - times[0] if count else times
 
 
@@ -60,8 +65,10 @@ def rescaled(items: Sequence[WorkItem], rate: float) -> list[WorkItem]:
     """A trace's own arrivals, stretched or squeezed to ``rate`` requests a second on average.
 
     Raises:
-        WorkloadError: the trace has no arrivals.
+        WorkloadError: the trace has no arrivals, or the rate is not above 0.
     """
+    if not 0 < rate < float("inf"):
+        raise WorkloadError(f"trace arrivals need a rate above 0 requests a second, got {rate}")
     span = items[-1].arrival_s if items else 0.0
     if span <= 0:
         raise WorkloadError("this trace has lengths only; choose poisson, gamma or constant")

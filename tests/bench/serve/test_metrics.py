@@ -90,7 +90,6 @@ def test_objectives() -> None:
     assert parse_objectives("ttft=200ms, itl=0.05s") == {"ttft": 0.2, "itl": 0.05}
     assert parse_objectives("e2e=5s,tpot=500us") == {"e2el": 5.0, "tpot": 5e-4}
     assert parse_objectives("ttft:200 e2el:5000") == {"ttft": 0.2, "e2el": 5.0}
-    assert parse_objectives("") == {}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +98,12 @@ def test_objectives() -> None:
 def test_an_objective_that_is_none(bad: str) -> None:
     with pytest.raises(ConfigError, match="an objective is one of ttft, tpot, itl, e2el"):
         parse_objectives(bad)
+
+
+@pytest.mark.parametrize("empty", ["", " ", ",", " , "])
+def test_no_objective_is_refused(empty: str) -> None:
+    with pytest.raises(ConfigError, match="names no objective; give one such as ttft=200ms"):
+        parse_objectives(empty)
 
 
 def test_an_objective_is_given_once() -> None:

@@ -101,16 +101,16 @@ def serve(
         ),
     ] = 1000,
     goodput: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--goodput",
             "--slo",
-            metavar="ttft=200ms,itl=50ms,e2e=5s",
+            metavar="ttft=200ms,itl=50ms,e2el=5s",
             help="Objectives: count requests that meet all, of ttft, tpot (mean time a token after "
-            "the first), itl (longest gap) and e2e.",
+            "the first), itl (longest gap) and e2el (the whole time).",
             rich_help_panel=_OUTPUT,
         ),
-    ] = "",
+    ] = None,
     csv: Annotated[
         Path | None, typer.Option(help="Write a row a rate.", rich_help_panel=_OUTPUT)
     ] = None,
@@ -148,7 +148,7 @@ def serve(
                 raise ConfigError(f"--{name} must be at least {least}, got {value}")
         if sweep is not None and (rate is not None or rates is not None):
             raise ConfigError("--sweep finds its own rates; leave out --rate and --rates")
-        objectives = parse_objectives(goodput)
+        objectives = {} if goodput is None else parse_objectives(goodput)
         asked = [] if sweep is not None else rates_of(rate, rates, arrivals)
         work = Work(
             trace=trace,

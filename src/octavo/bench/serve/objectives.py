@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from octavo.config import ConfigError
 
 NAMES = ("ttft", "tpot", "itl", "e2el")
+# As it was called here before.
 _OTHER_NAMES = {"e2e": "e2el"}
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -19,7 +20,8 @@ def parse_objectives(text: str) -> dict[str, float]:
     first, ``itl`` its longest gap between tokens, ``e2el`` (or ``e2e``) its whole time.
 
     Raises:
-        ConfigError: an unknown or repeated name, or a time that is not above 0 with its unit.
+        ConfigError: no objective, an unknown or repeated name, or a time that is not above 0 with
+            its unit.
     """
     objectives: dict[str, float] = {}
     for part in text.replace(",", " ").split():
@@ -37,6 +39,10 @@ def parse_objectives(text: str) -> dict[str, float]:
         if name in objectives:
             raise ConfigError(f"the objective {name} is given twice; leave one out")
         objectives[name] = seconds
+    if not objectives:
+        raise ConfigError(
+            f"{text!r} names no objective; give one such as ttft=200ms, or leave the option out"
+        )
     return objectives
 
 

@@ -139,7 +139,7 @@ class DeviceScores:
                 # Logits that are not finite have no token; their rows end when it is collected.
                 chosen = out.index_select(0, index).clamp_(min=0)
                 own = logits.index_select(0, index).float()
-                self._found.append(_packed(own, chosen, group.width))
+                self._found.append(packed_scores(own, chosen, group.width))
             first = last
 
     def put_prompts(self, parts: Iterable[ScoredPart]) -> None:
@@ -171,7 +171,7 @@ class DeviceScores:
                 end = min(start + PROMPT_SLICE, count)
                 own = logits(hidden[part.offset + start : part.offset + end]).float()
                 tokens = self._prompts[offset + start : offset + end]
-                self._found.append(_packed(own, tokens, group.width))
+                self._found.append(packed_scores(own, tokens, group.width))
             offset += count
 
     def finish(self) -> PendingScores | None:
@@ -204,7 +204,7 @@ class DeviceScores:
         return memory[:num_ints]
 
 
-def _packed(logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> torch.Tensor:
+def packed_scores(logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> torch.Tensor:
     """Int32 ``[k, 2 + 2 * width]`` of fp32 ``logits [k, vocab]``: log probability of the token (by
     its bits), rank, the likeliest ids, and theirs."""
     chosen = token_ids.long()[:, None]

@@ -14,7 +14,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.execution.device import CUDADevice, Device, PlainDevice
 from octavo.execution.device_edits import DeviceEdits, most_bytes
 from octavo.execution.device_rows import DeviceRows
-from octavo.execution.device_scores import DeviceScores
+from octavo.execution.device_scores import DeviceScores, packed_scores
 from octavo.execution.sampling.logprobs import token_scores
 from octavo.execution.sampling.prompts import ScoredPart
 from octavo.execution.sampling.sampler import Sampler
@@ -226,3 +226,17 @@ def assert_equal(found: Any, expected: Any) -> None:
             np.testing.assert_array_equal(one, two, err_msg=name)
         else:
             np.testing.assert_allclose(one, two, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 32001])
+def test_scores_do_not_depend_on_a_rows_place(vocab: int) -> None:
+    """Libraries add the numbers of a row in an order that follows where it lies."""
+    place = make_device().torch_device
+    logits = random_logits(9, vocab).to(place)
+    tokens = torch.arange(9, dtype=torch.int32, device=place)
+    together = packed_scores(logits, tokens, 3)
+    for row in range(9):
+        alone = packed_scores(logits[row : row + 1].clone(), tokens[row : row + 1], 3)
+        assert torch.equal(alone, together[row : row + 1])
+    wanted = torch.log_softmax(logits.double(), dim=-1)[range(9), range(9)]
+    torch.testing.assert_close(together[:, 0].view(torch.float32).double(), wanted)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,25 +64,33 @@ def request(
     vocab_size: int = 96,
     scores: bool = True,
     scores_prompt: bool = False,
+    **asked: Any,
 ) -> Request:
     prompt = np.random.default_rng(number).integers(3, vocab_size, length)
     params = SamplingParams(
-        temperature=0.0,
+        temperature=asked.pop("temperature", 0.0),
         max_tokens=max_tokens,
         logprobs=0 if scores else None,
         prompt_logprobs=0 if scores_prompt else None,
+        **asked,
     )
     return Request(number, int_array(prompt), params, max_tokens, seed=0)
 
 
 @pytest.mark.parametrize(
     "kinds",
-    [{}, pytest.param({"weights": "fp8", "kv_dtype": "fp8"}, marks=only_on_gpu)],
+    [{}, {"kv": "virtual"}, pytest.param({"weights": "fp8", "kv_dtype": "fp8"}, marks=only_on_gpu)],
 )
 def test_few_short_requests(tmp_path: Path, kinds: dict[str, str]) -> None:
-    """Alone, and together in chunks of five and of sixteen tokens."""
-    tiny_qwen3(head_dim=16).save_pretrained(tmp_path)
-    asked = [request(0, 9, 2), request(1, 14, 2, scores_prompt=True), request(2, 5, 3)]
+    """Alone, and together in chunks of five and of sixteen tokens: greedy and at random, with
+    penalties, of a vocabulary that four does not divide."""
+    tiny_qwen3(head_dim=16, vocab_size=99).save_pretrained(tmp_path)
+    asked = [
+        request(0, 9, 2),
+        request(1, 14, 2, scores_prompt=True),
+        request(2, 5, 3),
+        request(3, 7, 3, temperature=0.9, top_p=0.9, presence_penalty=0.5),
+    ]
     found = []
     for batches, chunk in (([[one] for one in asked], 64), ([asked], 5), ([asked[::-1]], 16)):
         core = gpu_engine(
@@ -94,9 +103,9 @@ def test_few_short_requests(tmp_path: Path, kinds: dict[str, str]) -> None:
         core.close()
         found.append({number: (told[number].tokens, told[number].prompt) for number in told})
     assert found[0] == found[1] == found[2]
-    assert [len(found[0][number][0]) for number in range(3)] == [2, 2, 3]
+    assert [len(found[0][number][0]) for number in range(4)] == [2, 2, 3, 3]
     assert sorted(found[0][1][1]) == list(range(1, 14))
-    assert told[2].most_rows == 3
+    assert told[2].most_rows == 4
 
 
 def crowd(num_others: int, scores_prompt: bool) -> list[Request]:

@@ -3,8 +3,8 @@
 Kernels of a step run one after the other, and each is small: at a few rows, an 8B's step is some
 280 kernels of 2 to 40 µs. With programmatic dependent launch a kernel starts while its predecessor
 still runs, does what depends on nobody (fetching its weights, looking up what has been known since
-the step began), and only then waits. Every kernel waits, even a program with nothing to do: a kernel that ends early would let the one behind it pass
-its own predecessor.
+the step began), and only then waits. Every kernel waits, even a program with nothing to do: a
+kernel that ends early would let the one behind it pass its own predecessor.
 """
 
 from __future__ import annotations

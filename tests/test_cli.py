@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from octavo import __version__
 from octavo.bench import simulator
 from octavo.cli import app
+from octavo.terminal import readable_errors
 
 runner = CliRunner()
 
@@ -120,3 +122,11 @@ def test_bench_simulator_prints_one_json_object(monkeypatch: pytest.MonkeyPatch)
     assert report["tokens_per_second"] > 0
     assert report["requests_per_minute"] > 0
     assert [work["work"] for work in report["works"]] == ["decode-heavy", "sharegpt"]
+
+
+def test_an_error_without_words_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for error, said in ((MemoryError(), "out of memory"), (RuntimeError(), "RuntimeError()")):
+        with pytest.raises(typer.Exit) as caught, readable_errors():
+            raise error
+        assert caught.value.exit_code == 1
+        assert capsys.readouterr().err == f"octavo: {said}\n"

@@ -26,7 +26,10 @@ def readable_errors() -> Iterator[None]:
     except (ValueError, MemoryError, OSError, RuntimeError) as error:
         if isinstance(error, typer.Exit):
             raise
-        typer.echo(f"octavo: {error}", err=True)
+        says_why = str(error) or (
+            "out of memory" if isinstance(error, MemoryError) else repr(error)
+        )
+        typer.echo(f"octavo: {says_why}", err=True)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
 
 

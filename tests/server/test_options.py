@@ -113,7 +113,7 @@ def test_the_model_is_called_by_its_first_name(names: tuple[str, ...], expected:
     assert model_name_of(config, ServerConfig(served_model_names=names)) == expected
 
 
-@pytest.mark.parametrize(("limit", "room"), [(60, 26), (4096, 3840), (1 << 20, 8192)])
+@pytest.mark.parametrize(("limit", "room"), [(60, 18), (4096, 3840), (1 << 20, 8192)])
 def test_connections_are_as_many_as_descriptors_allow(
     monkeypatch: pytest.MonkeyPatch, limit: int, room: int
 ) -> None:
@@ -135,7 +135,7 @@ def test_too_few_files_for_a_server_are_named_at_the_door() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr == (
-        "octavo: the limit of open files (ulimit -n) is 14, and a server needs at least 24, and "
+        "octavo: the limit of open files (ulimit -n) is 14, and a server needs at least 32, and "
         "two for each connection; raise it\n"
     )
 

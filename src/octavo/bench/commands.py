@@ -64,7 +64,7 @@ def simulator(
         int | None,
         typer.Option(
             min=1,
-            max=10_000,
+            max=1000,
             help="Instead, simulate a cluster of so many replicas of an 8B on an H200 each.",
         ),
     ] = None,

@@ -17,12 +17,18 @@ Trace = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
-NumRequests = Annotated[int, typer.Option(help="How many requests.", rich_help_panel=PANEL)]
+# More than any model or patience; beyond them memory ends before anything is sent.
+_MOST_REQUESTS, _MOST_TOKENS = 1_000_000, 10_000_000
+NumRequests = Annotated[
+    int, typer.Option(max=_MOST_REQUESTS, help="How many requests.", rich_help_panel=PANEL)
+]
 InputLen = Annotated[
-    int, typer.Option(help="Prompt tokens, without a trace.", rich_help_panel=PANEL)
+    int,
+    typer.Option(max=_MOST_TOKENS, help="Prompt tokens, without a trace.", rich_help_panel=PANEL),
 ]
 OutputLen = Annotated[
-    int, typer.Option(help="Output tokens, without a trace.", rich_help_panel=PANEL)
+    int,
+    typer.Option(max=_MOST_TOKENS, help="Output tokens, without a trace.", rich_help_panel=PANEL),
 ]
 MaxTotalLen = Annotated[
     int | None,

@@ -39,9 +39,9 @@ _BACKLOG = 2048
 _LAST_ANSWERS_S = 5
 _TICK_S = 1.0
 _OTHER_DESCRIPTORS = 256
-# SmolLM2 on a CPU listens with 20 and no less than 19 will do; some for clients, and for other
-# libraries than these.
-_FEWEST_DESCRIPTORS = 24
+# SmolLM2 on a CPU listens with 20 and no less than 19 will do; some for clients, for those who are
+# refused while others are connected, and for other libraries than these.
+_FEWEST_DESCRIPTORS = 32
 _HURRIED_ANSWERS_S = 1
 # What looking up a host says where it is not the host's name that is at fault.
 _NOT_NOW = (socket.EAI_AGAIN, socket.EAI_MEMORY, socket.EAI_SYSTEM)
@@ -358,4 +358,4 @@ def _allow_descriptors(count: int) -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return count
-    return max(min(count, soft - min(_OTHER_DESCRIPTORS, soft // 2 + 4)), 2)
+    return max(min(count, soft - min(_OTHER_DESCRIPTORS, soft // 2 + 12)), 2)

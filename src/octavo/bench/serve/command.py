@@ -97,7 +97,9 @@ def serve(
     highest_token_id: Annotated[
         int,
         typer.Option(
-            help="Prompts are random token ids from 100 up to this.", rich_help_panel=PANEL
+            max=(1 << 31) - 1,
+            help="Prompts are random token ids from 100 up to this.",
+            rich_help_panel=PANEL,
         ),
     ] = 1000,
     goodput: Annotated[

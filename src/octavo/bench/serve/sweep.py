@@ -168,9 +168,19 @@ def rates_of(rate: float | None, rates: str | None, arrivals: str) -> Sequence[f
     if rates is not None:
         if rate is not None:
             raise WorkloadError("send either rate or rates")
-        return parse_rates(rates)
+        return [_in_range(one) for one in parse_rates(rates)]
     if rate is None:
         return [None if arrivals == "trace" else UNLIMITED if arrivals == "all-at-once" else 1.0]
     if not rate > 0:
         raise WorkloadError(f"rate must be above 0 requests a second, got {rate:g}")
-    return [rate]
+    return [_in_range(rate)]
+
+
+def _in_range(rate: float) -> float:
+    """Slower than one request in eleven days nothing is sent, and faster than one in a nanosecond
+    is at once."""
+    if rate != UNLIMITED and not 1e-6 <= rate <= 1e9:
+        raise WorkloadError(
+            f"rate must be from 1e-06 to 1e+09 requests a second, or inf, got {rate:g}"
+        )
+    return rate

@@ -45,7 +45,10 @@ from octavo.execution.prefill_tiles import TileCutter
 
 _DEVICE, _DTYPE = "cuda", torch.bfloat16
 _HEADS, _KV_HEADS, _DIM, _BLOCK = 32, 8, 128, 16
-_DECODE = ((1, 4096), (16, 1024), (64, 1024), (64, 8192), (256, 512), (256, 2048), (8, 65536))
+_DECODE = (
+    *((rows, 256) for rows in (1, 8, 32)),
+    *((1, 4096), (16, 1024), (64, 1024), (64, 8192), (256, 512), (256, 2048), (8, 65536)),
+)
 # Rows of unlike lengths: what the longest of them take beside the others.
 _MIXED = {
     "63 x 200, 1 x 8192": [200] * 63 + [8192],
@@ -214,7 +217,7 @@ def _decode_work(
     queries = torch.randn(rows, _HEADS, _DIM, device=_DEVICE, dtype=_DTYPE)
     out = torch.empty_like(queries)
     row_ids, last = _ints(list(range(rows))), _ints([length - 1 for length in lengths])
-    tiling = decode_tiling(rows, _KV_HEADS, _DIM, max(lengths), _DTYPE)
+    tiling = decode_tiling(rows, _HEADS, _KV_HEADS, _DIM, max(lengths), _DTYPE, layers.dtype)
     parts = decode_parts(
         row_ids, last, _ints([rows]), max_tokens=rows, num_kv_heads=_KV_HEADS, programs=SHARES,
         tiling=tiling,
@@ -228,13 +231,13 @@ def _decode_work(
 
 def _decode(ceilings: Ceilings, name: str, lengths: list[int]) -> Iterator[dict[str, Any]]:
     layers, tables = _pool(len(lengths), max(lengths))
-    work, num_parts = _decode_work(lengths, layers, tables)
     num_bytes = sum(lengths) * _KV_HEADS * _DIM * 4
     for kind in ("", "fp8 ") if ceilings.fp8_flops else ("",):
         scales = None
         if kind:
             layers, num_bytes = layers.to(torch.float8_e4m3fn), num_bytes // 2
             scales = torch.ones(2, _KV_HEADS, device="cuda")
+        work, num_parts = _decode_work(lengths, layers, tables)
         seconds = _captured(partial(work, layers, scales), len(layers))
         # Others are told one length of all rows.
         queries = torch.randn(len(lengths), _HEADS, _DIM, device="cuda", dtype=torch.bfloat16)

@@ -24,6 +24,8 @@ CASES = [
     (256, torch.float32, torch.float32, False, ("many", "prefill", "prefix")),
     (256, torch.bfloat16, torch.float8_e4m3fn, True, ("few", "prefill")),
     (256, torch.bfloat16, torch.bfloat16, False, ("few", "prefix")),
+    (128, torch.bfloat16, torch.bfloat16, False, ("shared",)),
+    (64, torch.bfloat16, torch.float8_e4m3fn, True, ("shared",)),
 ]
 
 
@@ -43,7 +45,7 @@ def launch(
     scales = torch.ones(2, KV_HEADS) if kv_dtype == torch.float8_e4m3fn else None
     tables = None if in_slots else ints(64, 128)
     host = torch.device("cpu")
-    rows = {"few": 4, "many": 64}.get(kernel, 128)
+    rows = {"few": 4, "many": 64, "shared": 512}.get(kernel, 128)
     queries = torch.empty(rows, HEADS, head_dim, dtype=dtype)
     out = torch.empty_like(queries)
     if kernel == "prefill":
@@ -57,14 +59,23 @@ def launch(
         shared = prefix.PrefixTiles(ints(2, 64), ints(2), ints(2), ints(1), ints(rows))
         prefix.prefix_attention(queries, kv_layer, shared, tables, splits=2, kv_scales=scales)
     else:
-        tiling = decode_parts.decode_tiling(rows, KV_HEADS, head_dim, 100, dtype)
-        parts = decode_parts.DecodeParts(ints(rows, decode_parts.WIDTH), ints(1))
+        tiling = decode_parts.decode_tiling(rows, HEADS, KV_HEADS, head_dim, 100, dtype, kv_dtype)
+        shared_parts = None
+        if kernel == "shared":
+            shared_parts = decode_attention.SharedPrefixParts(
+                ints(rows), torch.empty(rows, 2, HEADS, head_dim), torch.empty(rows, 2, HEADS)
+            )
+        parts = decode_parts.decode_parts(
+            ints(rows), ints(rows), ints(1), max_tokens=rows, num_kv_heads=KV_HEADS, programs=396,
+            tiling=tiling, prefix_lengths=None if shared_parts is None else shared_parts.lengths,
+        )  # fmt: skip
         own = decode_attention.DecodeWorkspace(
-            rows, rows, KV_HEADS, head_dim, HEADS // KV_HEADS, host
+            len(parts.table), rows, KV_HEADS, head_dim, HEADS // KV_HEADS, host
         )
         decode_attention.decode_attention(
-            queries, kv_layer, parts, tables, out, own, tiling, kv_scales=scales
-        )
+            queries, kv_layer, parts, tables, out, own, tiling, kv_scales=scales,
+            prefix=shared_parts,
+        )  # fmt: skip
 
 
 def loops(ptx: str) -> list[Counter[str]]:

@@ -23,6 +23,7 @@ from octavo.execution.attention.dense import (
     pieces,
 )
 from octavo.execution.kernels.decode_parts import (
+    HELD,
     DecodeParts,
     DecodeTiling,
     decode_parts,
@@ -40,6 +41,23 @@ GRID_KINDS = [(shape, BF16, kv_dtype) for shape in GRID for kv_dtype in (None, E
 ]
 # How many layers a pool has, and which is read: all strides differ.
 LAYERS = [(1, 0), (5, 4)]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "heads", "kv_heads", "head_dim", "expected"),
+    [
+        (32, 32, 8, 128, 1), (127, 32, 8, 128, 1), (128, 32, 8, 128, 2), (1024, 32, 8, 128, 2),
+        (128, 32, 8, 64, 2), (256, 32, 8, 64, 4), (1024, 40, 8, 128, 2), (1024, 64, 4, 128, 1),
+        (1024, 12, 3, 64, 1), (1024, 32, 32, 64, 4), (1024, 8, 4, 256, 1),
+    ],
+)  # fmt: skip
+def test_kv_heads_that_a_program_reads(
+    max_tokens: int, heads: int, kv_heads: int, head_dim: int, expected: int
+) -> None:
+    """As many as have the query heads of a tile, while their programs fill the GPU."""
+    found = decode_tiling(max_tokens, heads, kv_heads, head_dim, 1000, BF16, BF16)
+    assert found.kv_heads == expected
+    assert found.block_n * found.kv_heads * head_dim <= 16384
 
 
 @pytest.mark.parametrize("window", [0, 70])
@@ -77,12 +95,75 @@ def test_parts_of_decoding_rows(
         assert places == list(range(places[0], places[0] + len(own)))
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "shortest", "longest"),
+    [(HELD // 2 - 1, 500, 600), (HELD // 2, 500, 600), (HELD // 2, 40, 1440), (HELD, 40, 1440)],
+)
+def test_parts_of_many_rows(
+    device: torch.device, num_rows: int, shortest: int, longest: int
+) -> None:
+    """Of rows that fill the GPU those of like lengths are not cut, nor, where they fill it twice,
+    those hardly longer than the mean; the longest come first."""
+    columns, block_n, min_keys, programs = 2, 32, 64, 100
+    drawn = torch.randint(shortest, longest + 1, (num_rows,))
+    drawn[0] = longest
+    lengths = drawn.tolist()
+    rows = ints(list(range(num_rows)), device)
+    parts = decode_parts(
+        rows, ints([length - 1 for length in lengths], device), ints([num_rows], device),
+        max_tokens=num_rows, num_kv_heads=2 * columns, programs=programs,
+        tiling=DecodeTiling(block_n, min_keys=min_keys, whole_keys=0, kv_heads=2),
+    )  # fmt: skip
+    count = int(parts.count)
+    assert count <= DecodeParts.bound(num_rows, columns, programs) == len(parts.table)
+    found = parts.table[:count, :6].tolist()
+    mean = -(-sum(lengths) // num_rows)
+    is_twice = num_rows * columns >= 2 * HELD
+    is_alike = num_rows * columns >= HELD and longest <= mean * 5 // 4
+    uncut = mean * 5 // 4 if is_twice or is_alike else 0
+    span = mean if is_twice else min(-(-sum(lengths) * columns // programs), -(-2 * mean // 3))
+    assert is_alike == (count == num_rows)
+    own: list[list[list[int]]] = [[] for _ in lengths]
+    for part in found:
+        own[part[0]].append(part)
+    for length, cut in zip(lengths, own, strict=True):
+        assert [cut[0][2], *(part[3] for part in cut)] == [*(part[2] for part in cut), length]
+        assert [part[4:] for part in cut] == [[index, len(cut)] for index in range(len(cut))]
+        assert (len(cut) == 1) == (length <= max(uncut, -(-span // block_n) * block_n))
+        assert all(0 < part[3] - part[2] <= max(uncut, span + block_n) for part in cut)
+    classes = [
+        sum(lengths[part[0]] > bound for bound in (mean // 2, mean, 2 * mean)) for part in found
+    ]
+    assert classes == sorted(classes, reverse=True)
+
+
 @pytest.mark.parametrize("shape", SMALL)
 @pytest.mark.parametrize(("programs", "window"), [(4, 0), (100, 0), (100, 7)])
 def test_decode(
     device: torch.device, shape: tuple[int, int, int, int], programs: int, window: int
 ) -> None:
     run_decode(device, shape, [1, 31, 100], programs=programs, window=window)
+
+
+@pytest.mark.parametrize(("shape", "kv_heads"), [(SMALL[0], 2), (SMALL[1], 2), (SMALL[1], 4)])
+@pytest.mark.parametrize(("programs", "window", "kv_dtype"), [(4, 0, None), (100, 7, E4M3)])
+def test_decode_of_more_kv_heads_at_once(
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    kv_heads: int,
+    programs: int,
+    window: int,
+    kv_dtype: torch.dtype | None,
+) -> None:
+    run_decode(
+        device, shape, [1, 31, 100], programs=programs, window=window, kv_dtype=kv_dtype,
+        tiling=DecodeTiling(16, stages=3, min_keys=32, whole_keys=0, kv_heads=kv_heads),
+    )  # fmt: skip
+
+
+def test_decode_where_places_are_not_looked_up_ahead(device: torch.device) -> None:
+    tiling = DecodeTiling(16, min_keys=32, whole_keys=0, is_ahead=False)
+    run_decode(device, SMALL[0], [1, 31, 100], programs=100, tiling=tiling)
 
 
 def test_decode_in_more_parts_than_are_added_at_a_time(device: torch.device) -> None:
@@ -118,12 +199,12 @@ def test_decode_over_a_grid(
     edges = sorted({1, size - 1, size, size + 1, 63, 64, 65, 127, 128, 129, 255, 257, 511, 1000})
     for num_tokens, max_length, programs, window in (
         (1, 1000, 1, 0), (1, 1000, 100, 0), (1, 10**5, 100, 0), (33, 1000, 100, 0),
-        (33, 1000, 100, 100), (32, 1000, 100, 0),
+        (512, 1000, 100, 100), (32, 1000, 100, 0),
     ):  # fmt: skip
         run_decode(
             device, shape, edges, programs=programs, window=window, dtype=dtype,
             kv_dtype=kv_dtype,
-            tiling=decode_tiling(num_tokens, shape[1], shape[2], max_length, dtype),
+            tiling=decode_tiling(num_tokens, *shape[:3], max_length, dtype, kv_dtype or dtype),
         )  # fmt: skip
     run_decode(
         device, shape, [1, 1500], programs=1000, dtype=dtype, kv_dtype=kv_dtype,
@@ -207,7 +288,7 @@ def test_float32_at_the_tiles_that_are_used(
     for num_tokens, max_length in ((1, 1000), (1, 10**5), (33, 1000)):
         run_decode(
             device, shape, [1, 63, 129, 1000], programs=100, kv_dtype=kv_dtype,
-            tiling=decode_tiling(num_tokens, shape[1], shape[2], max_length, torch.float32),
+            tiling=decode_tiling(num_tokens, *shape[:3], max_length, FP32, kv_dtype or FP32),
         )  # fmt: skip
     run_prefill(device, shape, [(0, 200), (127, 1), (300, 33)], kv_dtype=kv_dtype, block_n=None)
     run_shared(
@@ -228,7 +309,12 @@ def test_shared_memory_holds_the_tiles_of_wide_heads() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = Counter(tuple(line.split(maxsplit=2)[::2]) for line in done.stdout.splitlines())
-    assert found == {("_decode",): 5, ("_prefill", "alike"): 3, ("_prefix", "alike"): 2}
+    assert found == {
+        ("_decode",): 7,
+        ("_decode_parts",): 7,
+        ("_prefill", "alike"): 3,
+        ("_prefix", "alike"): 2,
+    }
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -137,7 +137,7 @@ class PagedAttention:
             and is_supported(dtype, arena.layout.head_dim, arena.kv.device)
         )
         self._workspace = DecodeWorkspace(
-            DecodeParts.bound(max_decode, self.num_kv_heads, SHARES),
+            DecodeParts.bound(max_decode, 1, SHARES),
             max_decode,
             self.num_kv_heads,
             arena.layout.head_dim,
@@ -233,10 +233,12 @@ class PagedStepAttention:
         self._parts: DecodeParts | None = None
         self._tiling = decode_tiling(
             step.max_decode,
+            backend.num_heads,
             backend.num_kv_heads,
             backend.layers[0].shape[-1],
             step.max_length,
             backend.dtype,
+            backend.layers[0].dtype,
         )
         if step.max_decode:
             self._parts = decode_parts(

@@ -3,6 +3,11 @@
 A program serves all query heads of one KV head, so keys and values are read once for the group, and
 one part of a row's keys (flash-decoding; which one, `decode_parts` says). The program that finishes
 last adds the parts of its row in their order: no second kernel, and the same bits at every run.
+
+Where rows are many it serves as many KV heads as their query heads fill a tensor core's tile, which
+one group would leave empty by half or more: a product of the tile has the scores of every head with
+every other's keys, and keeps those of its own. That is no more work than a program for each, and
+one start and one end.
 """
 
 from __future__ import annotations
@@ -67,28 +72,28 @@ def _add_parts(
     prefix_out,
     prefix_lse,
     token,
-    kv_head,
-    num_kv_heads,
-    group,
+    first_head,
+    num_own,
+    num_heads,
     PREFIX_SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Store the sum of a row's parts, ``PARTS`` at a time, for each is a wait for memory. What pads
-    a tensor core's tile stays out: ``GROUP`` has the query heads alone."""
+    """Store the sum of a row's parts for ``num_own`` heads, ``PARTS`` at a time, for each is a wait
+    for memory. What pads a tensor core's tile stays out: ``GROUP`` has the query heads alone."""
     d = tl.arange(0, DIM)
     g = tl.arange(0, GROUP)
-    g_mask = g < group
-    head = kv_head * group + g
+    g_mask = g < num_own
+    head = first_head + g
     p = tl.arange(0, PARTS)
     largest = tl.full([GROUP], float("-inf"), dtype=tl.float32)
     total = tl.zeros([GROUP], dtype=tl.float32)
     acc = tl.zeros([GROUP, DIM], dtype=tl.float32)
     for first in range(0, num_parts, PARTS):
         item = (first_item + first + p).to(tl.int64)
-        place = (item * num_kv_heads + kv_head)[None, :] * group + g[:, None]
+        place = item[None, :] * num_heads + head[:, None]
         mask = (first + p < num_parts)[None, :] & g_mask[:, None]
         lse = tl.load(part_lse + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
         lse = tl.where(g_mask[:, None], lse, 0.0)
@@ -110,10 +115,10 @@ def _add_parts(
         first_key = tl.load(prefix_lengths + token)
         acc, total, largest = _add_prefix(
             acc, total, largest, prefix_out, prefix_lse, first_key, token, head, g_mask,
-            num_kv_heads * group, PREFIX_SPLITS, HEAD_DIM, DIM,
+            num_heads, PREFIX_SPLITS, HEAD_DIM, DIM,
         )  # fmt: skip
     acc = acc / total[:, None]
-    place = (token.to(tl.int64) * num_kv_heads * group + head[:, None]) * HEAD_DIM + d[None, :]
+    place = (token.to(tl.int64) * num_heads + head[:, None]) * HEAD_DIM + d[None, :]
     mask = g_mask[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
 
@@ -150,6 +155,8 @@ def _decode(
     MERGED_GROUP: tl.constexpr,
     MERGED_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    AHEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     IS_PLANNED: tl.constexpr,
     PDL: tl.constexpr,
@@ -159,7 +166,7 @@ def _decode(
     else:
         begin(PDL)
     item = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    first_kv_head = tl.program_id(1) * KV_HEADS
     # All before the branch: one wait for memory, not two.
     used = tl.load(num_used)
     own = parts + item * WIDTH
@@ -169,42 +176,67 @@ def _decode(
     end = tl.load(own + 3)
     split = tl.load(own + 4)
     num_parts = tl.load(own + 5)
+    # A tile has the keys of all its KV heads, token by token, as the pool has them.
+    n = tl.arange(0, BLOCK_N * KV_HEADS)
+    n_token = n // KV_HEADS
+    n_head = n % KV_HEADS
+    is_used = item < used
+    if AHEAD:
+        # Tables are what they were when the step began.
+        following = kv_offset(
+            tables, tl.where(is_used, row, 0),
+            tl.where(is_used, tl.minimum(start + n_token, end - 1), 0 * n_token), stride_table,
+            stride_block, stride_token, BLOCK_SIZE,
+        )  # fmt: skip
     if IS_PLANNED and PDL:
         tl.extra.cuda.gdc_wait()
-    if item >= used:
+    if not is_used:
         return
     g = tl.arange(0, GROUP)
     d = tl.arange(0, DIM)
-    n = tl.arange(0, BLOCK_N)
-    head = kv_head * group + g
-    q_mask = (g < group)[:, None] & (d < HEAD_DIM)[None, :]
-    q_place = (token.to(tl.int64) * num_kv_heads * group + head[:, None]) * HEAD_DIM + d[None, :]
+    g_head = tl.minimum(g // group, KV_HEADS - 1)
+    num_heads = num_kv_heads * group
+    head = first_kv_head * group + g
+    g_mask = g < KV_HEADS * group
+    q_mask = g_mask[:, None] & (d < HEAD_DIM)[None, :]
+    q_place = (token.to(tl.int64) * num_heads + head[:, None]) * HEAD_DIM + d[None, :]
     q = tl.load(queries + q_place, mask=q_mask, other=0.0)
+    if HAS_SCALES and q.dtype == tl.bfloat16:
+        # A GPU has an instruction from e4m3 to float16, and none to bfloat16.
+        q = q.to(tl.float16)
     largest = tl.full([GROUP], float("-inf"), dtype=tl.float32)
     total = tl.zeros([GROUP], dtype=tl.float32)
     acc = tl.zeros([GROUP, DIM], dtype=tl.float32)
-    pool = keys + kv_head * HEAD_DIM
+    pool = keys + (first_kv_head + n_head) * HEAD_DIM
+    key_scales = scale_log2
     if HAS_SCALES:
-        scale_log2 *= tl.load(kv_scales + kv_head)
+        key_scales = scale_log2 * tl.load(kv_scales + first_kv_head + n_head)[None, :]
     for first in range(start, end, BLOCK_N):
-        key = first + n
+        key = first + n_token
         seen = key < end
-        offset = kv_offset(
-            tables,
-            row,
-            tl.minimum(key, end - 1),
-            stride_table,
-            stride_block,
-            stride_token,
-            BLOCK_SIZE,
-        )
         kv_mask = seen[:, None] & (d < HEAD_DIM)[None, :]
-        k = tl.load(pool + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        v = tl.load(pool + value_offset + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+        if AHEAD:
+            # What waits for a table in its own turn is not loaded early.
+            offset = following
+            following = kv_offset(
+                tables, row, tl.minimum(key + BLOCK_N, end - 1), stride_table, stride_block,
+                stride_token, BLOCK_SIZE,
+            )  # fmt: skip
+        else:
+            offset = kv_offset(
+                tables, row, tl.minimum(key, end - 1), stride_table, stride_block, stride_token,
+                BLOCK_SIZE,
+            )  # fmt: skip
+        place = (pool + offset)[:, None] + d[None, :]
+        k = tl.load(place, mask=kv_mask, other=0.0)
+        v = tl.load(place + value_offset, mask=kv_mask, other=0.0)
         k = k.to(q.dtype)
         v = v.to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * key_scales
+        own_key = seen[None, :]
+        if KV_HEADS > 1:
+            own_key = own_key & (g_head[:, None] == n_head[None, :])
+        scores = tl.where(own_key, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, axis=1))
         weight = tl.exp2(scores - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
@@ -213,22 +245,21 @@ def _decode(
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         largest = new_largest
     if HAS_SCALES:
-        acc *= tl.load(kv_scales + num_kv_heads + kv_head)
+        acc *= tl.load(kv_scales + num_kv_heads + first_kv_head + g_head)[:, None]
     if num_parts == 1:
         if PREFIX_SPLITS > 0:
             # What a group of rows has in common was attended to for all of them at once.
             first_key = tl.load(prefix_lengths + token)
             acc, total, largest = _add_prefix(
-                acc, total, largest, prefix_out, prefix_lse, first_key, token, head, g < group,
-                num_kv_heads * group, PREFIX_SPLITS, HEAD_DIM, DIM,
+                acc, total, largest, prefix_out, prefix_lse, first_key, token, head, g_mask,
+                num_heads, PREFIX_SPLITS, HEAD_DIM, DIM,
             )  # fmt: skip
         acc = acc / total[:, None]
         tl.store(out + q_place, acc.to(out.dtype.element_ty), mask=q_mask)
         return
     acc = acc / total[:, None]
-    owner = token.to(tl.int64) * num_kv_heads + kv_head
-    part = (item.to(tl.int64) * num_kv_heads + kv_head) * group + g
-    g_mask = g < group
+    owner = token.to(tl.int64) * num_kv_heads + first_kv_head
+    part = item.to(tl.int64) * num_heads + head
     tl.store(part_out + part[:, None] * DIM + d[None, :], acc, mask=g_mask[:, None])
     tl.store(part_lse + part, largest + tl.log2(total), mask=g_mask)
     # Every thread's part is written before the one that counts says so.
@@ -238,8 +269,8 @@ def _decode(
         tl.debug_barrier()
         _add_parts(
             part_out, part_lse, item - split, num_parts, out, prefix_lengths, prefix_out,
-            prefix_lse, token, kv_head, num_kv_heads, group, PREFIX_SPLITS, HEAD_DIM, DIM,
-            MERGED_GROUP, MERGED_PARTS,
+            prefix_lse, token, first_kv_head * group, KV_HEADS * group, num_heads, PREFIX_SPLITS,
+            HEAD_DIM, DIM, MERGED_GROUP, MERGED_PARTS,
         )  # fmt: skip
         tl.store(counters + owner, 0)
 
@@ -306,8 +337,10 @@ def decode_attention(
     _, num_heads, head_dim = queries.shape
     _, block_size, _, num_kv_heads, _ = kv_layer.shape
     group = num_heads // num_kv_heads
-    dim, merged_group = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
-    _decode[(len(parts.table), num_kv_heads)](
+    kv_heads = tiling.kv_heads
+    assert num_kv_heads % kv_heads == 0
+    dim, merged_group = triton.next_power_of_2(head_dim), triton.next_power_of_2(kv_heads * group)
+    _decode[(len(parts.table), num_kv_heads // kv_heads)](
         queries,
         kv_layer,
         parts.table,
@@ -333,11 +366,13 @@ def decode_attention(
         BLOCK_SIZE=0 if tables is None else block_size,
         HEAD_DIM=head_dim,
         DIM=dim,
-        GROUP=padded_group(group),
+        GROUP=padded_group(kv_heads * group),
         MERGED_GROUP=merged_group,
         # As many as need no more registers than attending does.
         MERGED_PARTS=max(1, min(8, 16384 // (merged_group**2 * dim))),
         BLOCK_N=tiling.block_n,
+        KV_HEADS=kv_heads,
+        AHEAD=tiling.is_ahead,
         WIDTH=WIDTH,
         IS_PLANNED=is_planned,
         PDL=PDL,

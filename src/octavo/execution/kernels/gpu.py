@@ -2,8 +2,8 @@
 
 Kernels of a step run one after the other, and each is small: at a few rows, an 8B's step is some
 280 kernels of 2 to 40 µs. With programmatic dependent launch a kernel starts while its predecessor
-still runs, does what depends on nobody (fetching its weights, looking up what has been known since
-the step began), and only then waits. Every kernel waits, even a program with nothing to do: a
+still runs, does what depends on nobody (looking up what has been known since the step began), and
+only then waits. Every kernel waits, even a program with nothing to do: a
 kernel that ends early would let the one behind it pass its own predecessor.
 """
 
@@ -64,16 +64,3 @@ def load_sum(pointer, offsets, mask, stride_split, SPLITS: tl.constexpr):
             tl.float32
         )
     return total
-
-
-@triton.jit
-def prefetch_lines(pointers):
-    """Ask for the cache lines of ``pointers`` to be brought into L2; waits for nothing."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -35,23 +35,23 @@ def tiling(rows: int, outputs: int, inputs: int) -> Tiling | None:
         splits = _limited(splits, inputs)
         # With three stages three programs fit on a multiprocessor, which spares a second round.
         stages = 3 if 2 * _PROCESSORS < tiles * splits <= 3 * _PROCESSORS else 4
-        return Tiling(64, 128, splits, stages, 4, prefetch=2)
+        return Tiling(64, 128, splits, stages, 4)
     if rows <= FEW_ROWS:
         if tiles >= 4 * 96 and rows > 32:
-            return Tiling(128, 128, 1, 4, 8, prefetch=0)
+            return Tiling(128, 128, 1, 4, 8)
         # One program on each multiprocessor, with many loads in flight.
         splits = 1
         while 2 * splits * tiles <= _PROCESSORS:
             splits *= 2
         splits = _limited(splits, inputs)
-        return Tiling(64, 128, splits, 5 if tiles * splits <= _PROCESSORS else 4, 4, prefetch=0)
+        return Tiling(64, 128, splits, 5 if tiles * splits <= _PROCESSORS else 4, 4)
     if tiles <= 64:
-        return Tiling(64, 128, _limited(2, inputs), 4, 4, prefetch=0)
-    return Tiling(128, 64, 1, 5, 8, prefetch=0) if tiles >= 4 * 96 else None
+        return Tiling(64, 128, _limited(2, inputs), 4, 4)
+    return Tiling(128, 64, 1, 5, 8) if tiles >= 4 * 96 else None
 
 
 # The order in which a row's products are added is the tile's, and there is one tile for all.
-_INVARIANT = Tiling(128, 64, 1, 3, 8, prefetch=0, block_m=128)
+_INVARIANT = Tiling(128, 64, 1, 3, 8, block_m=128)
 
 
 def _tiling_of(x: torch.Tensor, weight: torch.Tensor, is_invariant: bool) -> Tiling | None:
@@ -62,7 +62,7 @@ def _tiling_of(x: torch.Tensor, weight: torch.Tensor, is_invariant: bool) -> Til
     if chosen is None or (weight.element_size() == 1 and x.shape[0] > 16 and not is_invariant):
         return None
     if x.element_size() > 2:
-        return replace(chosen, block_k=chosen.block_k * 2 // x.element_size(), prefetch=0)
+        return replace(chosen, block_k=chosen.block_k * 2 // x.element_size())
     if weight.element_size() == 1 and not is_invariant:
         return replace(chosen, block_k=2 * chosen.block_k)
     return chosen

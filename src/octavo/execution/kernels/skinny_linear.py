@@ -5,8 +5,8 @@ has 64 tiles of 64 outputs for 132 of them. Here the inner dimension is split as
 stay in float32 and are added by whichever kernel reads them next (`SplitSum`), which costs neither
 a memset nor atomics and gives the same bits at every run.
 
-While the kernel before it still runs, a program asks for the first tiles of its weight
-(``PREFETCH``), so that memory is busy from the first moment on.
+A program starts while the kernel before it still runs, and asks for nothing until that has ended:
+weights fetched earlier take the memory's time from who is waited for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from octavo.execution.kernels.ahead import Kernel
-from octavo.execution.kernels.gpu import OVERLAP, PDL, SplitSum, prefetch_lines
+from octavo.execution.kernels.gpu import OVERLAP, PDL, SplitSum, begin
 
 MAX_ROWS = 128
 """Rows up to which a tile of the product holds them all."""
@@ -34,7 +34,6 @@ class Tiling:
     splits: int = 1
     stages: int = 4
     warps: int = 4
-    prefetch: int = 4
     block_m: int = 0
 
 
@@ -60,8 +59,6 @@ def _skinny_linear(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    LINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     split = tl.program_id(1)
@@ -77,15 +74,7 @@ def _skinny_linear(
     n_mask = n < N
     weights = weight + n.to(tl.int64)[:, None] * stride_weight + k[None, :]
     inputs = x + m.to(tl.int64)[None, :] * stride_x + k[:, None]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH > 0:
-            # One address a cache line of 128 bytes.
-            lines = tl.arange(0, BLOCK_K * PREFETCH // LINE) * LINE + split * k_per_split
-            lines = tl.minimum(lines, last_k - 1)
-            rows = tl.minimum(n, N - 1).to(tl.int64)
-            prefetch_lines(weight + rows[:, None] * stride_weight + lines[None, :])
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for first in range(split * k_per_split, last_k, BLOCK_K):
         if EVEN:
@@ -164,8 +153,6 @@ def skinny_linear(
         BLOCK_M=block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
-        PREFETCH=tiling.prefetch,
-        LINE=128 // weight.element_size(),
         PDL=PDL,
         num_warps=tiling.warps,
         num_stages=tiling.stages,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,7 +92,8 @@ def test_a_plan_as_a_table_from_a_trace(tmp_path: Path) -> None:
         (["--input-len", "-1"], "--input-len must be"),
         (["--trace", TABLE, "--max-total-len", "0"], "--max-total-len must be"),
         (["--trace", TABLE, "--max-total-len", "200000"], "--max-total-len ask for 200000"),
-        (["--tensor-parallel", "0"], "0 ranks cannot share"),
+        (["--tensor-parallel", "0"], "greater than or equal to 1"),
+        (["--tensor-parallel", "1", "--tensor-parallel", "-1"], "greater than or equal to 1"),
         (["--tensor-parallel", HUGE], "a host has 8"),
         (["--slo", f"itl_p99={'9' * 400}s"], "must be above 0 and at most 1,000,000 s"),
         (["--arrivals", "gamma"], "arrivals must be poisson or trace"),
@@ -205,6 +207,14 @@ def test_a_calibration_measures_fits_and_compares(
             assert kind["num_steps"] > 0
             assert 0 < kind["measured_s"] <= work["measured"]["span_s"]
             assert kind["predicted_s"] > 0
+
+
+def test_rates_that_nothing_bounds_are_told() -> None:
+    """Steps of a tiny model may show no time for keys and values."""
+    known = load_calibration("cpu-smollm2-135m")
+    at = replace(known.coefficients, kv_rate=float("inf"), mixed_kv_rate=float("inf"))
+    told = calibrate.summary(replace(known, coefficients=at))
+    assert "beside chunks inf GB/s of them" in told
 
 
 @pytest.mark.parametrize("option", ["--out", "--points"])

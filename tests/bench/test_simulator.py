@@ -43,6 +43,9 @@ def test_a_cluster_that_cannot_be() -> None:
         (["--compare", "--num-requests", "1"], "--num-requests is for --replicas"),
         (["--calibration", "x.json"], "--calibration is for --compare"),
         (["--replicas", "2", "--model", "x"], "--model is for --compare"),
+        (["--rounds", "3"], "--rounds is for --compare"),
+        (["--replicas", "2", "--device", "cpu"], "--device is for --compare"),
+        (["--threads", "1"], "--threads is for --compare"),
     ):
         found = CliRunner().invoke(app, ["bench", "simulator", *arguments])
         assert found.exit_code == 2

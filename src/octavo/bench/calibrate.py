@@ -290,13 +290,16 @@ def refit(points: str, *, out: str | None, tell: Callable[[str], None]) -> Calib
 def summary(calibration: Calibration) -> str:
     """Coefficients and residuals, as text."""
     found, at = calibration.fit_errors(), calibration.coefficients
+    # Neither rate is bounded where steps as short as a small model's show none.
+    beside_s = 1 / at.kv_rate + 1 / at.mixed_kv_rate
+    beside_rate = 1 / beside_s if beside_s else INFINITE
     lines = [
         f"{calibration.name}: {calibration.machine}, {calibration.date}",
         f"weights {at.byte_rate / 1e9:.1f} GB/s, products {at.flop_rate / 1e12:.3f} TFLOP/s, blend "
         f"{at.blend:g}; keys and values {at.kv_rate / 1e9:.1f} GB/s and {at.ramp_s * 1e6:.1f} µs a "
         f"layer, half of it at {at.ramp_bytes / 1e6:g} MB; attention of chunks "
         f"{at.attention_rate / 1e12:.3f} TFLOP/s; beside chunks "
-        f"{1e-9 / (1 / at.kv_rate + 1 / at.mixed_kv_rate):.1f} GB/s of them",
+        f"{beside_rate / 1e9:.1f} GB/s of them",
         f"a step {at.step_s * 1e6:.0f} µs, a layer {at.layer_s * 1e6:.1f} µs, a row "
         f"{at.row_s * 1e6:.1f} µs, a chunk {at.chunk_s * 1e6:.1f} µs, having chunks "
         f"{at.mixed_s * 1e6:.0f} µs",

@@ -35,8 +35,12 @@ bench_app.command("paper")(paper)
 serve_command.add_to(bench_app)
 
 
+_OF_COMPARE = ("model", "calibration", "rounds", "device", "threads")
+
+
 @bench_app.command("simulator")
 def simulator(
+    context: typer.Context,
     compare: Annotated[
         bool,
         typer.Option(
@@ -88,11 +92,11 @@ def simulator(
     with readable_errors():
         if compare and replicas is not None:
             raise ConfigError("--compare runs one engine: leave out --replicas, or --compare")
-        for option, value in (("--rate", rate), ("--num-requests", num_requests)):
-            if value is not None and replicas is None:
+        for name in options.given_options(context):
+            option = "--" + name.replace("_", "-")
+            if name in ("rate", "num_requests") and replicas is None:
                 raise ConfigError(f"{option} is for --replicas: give it, or leave {option} out")
-        for option, value in (("--model", model), ("--calibration", calibration)):
-            if value is not None and not compare:
+            if name in _OF_COMPARE and not compare:
                 raise ConfigError(f"{option} is for --compare: give it, or leave {option} out")
         if compare:
             _compare(model or DEFAULT_MODEL, calibration, rounds, device, threads, as_json)

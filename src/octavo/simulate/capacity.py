@@ -234,6 +234,8 @@ class Planner:
                 found.append(setup)
         if not found:
             raise ValueError(reasons[-1])
+        for reason in reasons:
+            self.tell(f"Left out: {reason}")
         return found
 
     def _sustained_at_best_budget(self, setup: Setup) -> Sustained:

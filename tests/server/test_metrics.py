@@ -88,7 +88,6 @@ def test_counts_of_two_choices_a_refusal_and_a_stop_are_exact(server: TinyServer
     assert 0 < sum(map(grown, parts)) <= whole * 1.01
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's prometheus has promtool")
 def test_auto_says_which_way_it_chose(tiny_model: Path) -> None:
     """Requests that do not fit together: each preemption is counted under the way it took."""
     server = TinyServer(
@@ -113,6 +112,7 @@ def test_auto_says_which_way_it_chose(tiny_model: Path) -> None:
         server.stop()
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's prometheus has promtool")
 def test_promtool_finds_nothing(server: TinyServer) -> None:
     page = httpx.get(f"{server.url}/metrics").text
     found = subprocess.run(

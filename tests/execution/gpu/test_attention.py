@@ -137,6 +137,52 @@ def test_parts_of_many_rows(
     assert classes == sorted(classes, reverse=True)
 
 
+def test_what_pads_a_step_is_no_row(device: torch.device) -> None:
+    """Rows of one length fill the GPU twice, a quarter of the step pads them: none is cut."""
+    num_rows, size = 3 * HELD // 4, HELD
+    positions = [999] * num_rows + [0] * (size - num_rows)
+    parts = decode_parts(
+        ints([*range(num_rows), *[num_rows] * (size - num_rows)], device), ints(positions, device),
+        ints([size], device), max_tokens=size, num_kv_heads=4, programs=396,
+        tiling=DecodeTiling(64, whole_keys=0),
+    )  # fmt: skip
+    assert int(parts.count) == size
+
+
+def test_parts_of_padded_rows_are_no_more_than_of_the_rows(device: torch.device) -> None:
+    """Lengths that are cut into the most parts: a key more than two thirds of the mean, or twice as
+    many. Rows that pad the step make the mean no less."""
+    num_rows, size, span = 273, 288, 512
+    lengths = [2 * span + 1] * 158 + [span + 1] * (num_rows - 158) + [1] * (size - num_rows)
+    parts = decode_parts(
+        ints(list(range(size)), device), ints([length - 1 for length in lengths], device),
+        ints([size], device), max_tokens=size, num_kv_heads=8, programs=396,
+        tiling=DecodeTiling(32, kv_heads=4),
+    )  # fmt: skip
+    count = int(parts.count)
+    assert count - (size - num_rows) <= DecodeParts.bound(num_rows, 2, 396)
+    assert parts.table[: count - (size - num_rows), 0].max() < num_rows, "padding comes last"
+
+
+@pytest.mark.skipif(ON_GPU, reason="a kernel for so many rows is compiled for half a minute")
+def test_parts_of_more_rows_than_are_ordered(device: torch.device) -> None:
+    """More of a class than its 16 bits count."""
+    num_rows = 40_000
+    lengths = torch.where(torch.arange(num_rows) % 10 == 0, 1000, 10).int()
+    rows = torch.arange(num_rows, dtype=torch.int32)
+    parts = decode_parts(
+        rows, lengths - 1, ints([num_rows], device), max_tokens=num_rows, num_kv_heads=1,
+        programs=396, tiling=DecodeTiling(),
+    )  # fmt: skip
+    count = int(parts.count)
+    assert num_rows < count <= DecodeParts.bound(num_rows, 1, 396)
+    found = parts.table[:count].long()
+    assert torch.equal(found[:, 0].unique(), rows.long())
+    keys = torch.zeros(num_rows, dtype=torch.long)
+    keys.index_add_(0, found[:, 0], found[:, 3] - found[:, 2])
+    assert torch.equal(keys, lengths.long())
+
+
 @pytest.mark.parametrize("shape", SMALL)
 @pytest.mark.parametrize(("programs", "window"), [(4, 0), (100, 0), (100, 7)])
 def test_decode(

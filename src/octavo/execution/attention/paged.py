@@ -14,6 +14,7 @@ import torch
 from octavo.core.plan import IntArray, RowForks, RowInit, TableDeltas
 from octavo.execution.attention.dense import DenseChunk, dense_attention, is_supported
 from octavo.execution.attention.flash3 import Flash3
+from octavo.execution.captured_sizes import batch_bucket
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
 from octavo.execution.kernels.decode_parts import (
@@ -136,9 +137,11 @@ class PagedAttention:
             and not is_invariant
             and is_supported(dtype, arena.layout.head_dim, arena.kv.device)
         )
+        # A step's list of parts is as long as its size, padding included, may need.
+        most = batch_bucket(max_decode)
         self._workspace = DecodeWorkspace(
-            DecodeParts.bound(max_decode, 1, SHARES),
-            max_decode,
+            DecodeParts.bound(most, 1, SHARES),
+            most,
             self.num_kv_heads,
             arena.layout.head_dim,
             num_heads // self.num_kv_heads,

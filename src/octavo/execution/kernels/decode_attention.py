@@ -339,6 +339,7 @@ def decode_attention(
     group = num_heads // num_kv_heads
     kv_heads = tiling.kv_heads
     assert num_kv_heads % kv_heads == 0
+    assert len(parts.table) * num_heads <= len(workspace.lse)
     dim, merged_group = triton.next_power_of_2(head_dim), triton.next_power_of_2(kv_heads * group)
     _decode[(len(parts.table), num_kv_heads // kv_heads)](
         queries,

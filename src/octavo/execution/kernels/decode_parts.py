@@ -125,13 +125,13 @@ def _decode_parts(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HELD: tl.constexpr,
+    IS_ORDERED: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
     token = tl.arange(0, BLOCK)
-    num_rows = tl.minimum(tl.load(num_tokens), max_tokens)
-    seen = token < num_rows
+    seen = token < tl.minimum(tl.load(num_tokens), max_tokens)
     row = tl.load(token_rows + token, mask=seen, other=0)
     length = tl.load(positions + token, mask=seen, other=-1) + 1
     first = 0 * length
@@ -144,8 +144,10 @@ def _decode_parts(
     # bits.
     num_keys = tl.sum(keys.to(tl.int64), axis=0)
     share = (num_keys * columns + programs - 1) // programs
+    # Rows of one key are what a captured step is padded with: the mean is that of the others.
+    num_rows = tl.maximum(tl.sum((keys > 1).to(tl.int32), axis=0), 1)
     # Rounded up, as is what follows from it: so there are never more parts than `bound` says.
-    mean = (num_keys + num_rows - 1) // tl.maximum(num_rows, 1)
+    mean = (num_keys + num_rows - 1) // num_rows
     # Rows that keep the GPU busy twice over are balanced by who comes first, and those that fill it
     # once where they are of like lengths: adding parts costs more than waiting for the longest.
     is_twice = num_rows * columns >= 2 * HELD
@@ -160,17 +162,21 @@ def _decode_parts(
     own = (keys + num_parts - 1) // num_parts
     own = tl.maximum((own + BLOCK_N - 1) // BLOCK_N * BLOCK_N, BLOCK_N)
     num_parts = tl.where(seen, tl.maximum((keys + own - 1) // own, 1), 0)
-    # Who comes first, roughly: by how many times the mean a row has, in four classes. Parts of each
-    # are counted in 16 bits of their own, so that one scan counts all.
-    later = (keys <= mean * 2).to(tl.int64) + (keys <= mean) + (keys <= mean // 2)
-    counted = num_parts.to(tl.int64) << (later * 16)
-    ends = tl.cumsum(counted, axis=0)
-    sums = tl.sum(counted, axis=0)
-    of_first, of_second, of_third = sums & 0xFFFF, (sums >> 16) & 0xFFFF, (sums >> 32) & 0xFFFF
-    end = (ends >> (later * 16)) & 0xFFFF
-    end += tl.where(later > 0, of_first, 0) + tl.where(later > 1, of_second, 0)
-    end = (end + tl.where(later > 2, of_third, 0)).to(tl.int32)
-    tl.store(count_out, (of_first + of_second + of_third + (sums >> 48)).to(tl.int32))
+    if IS_ORDERED:
+        # Who comes first, roughly: by how many times the mean a row has, in four classes. Parts of
+        # each are counted in 16 bits of their own, so that one scan counts all.
+        later = (keys <= mean * 2).to(tl.int64) + (keys <= mean) + (keys <= mean // 2)
+        counted = num_parts.to(tl.int64) << (later * 16)
+        ends = tl.cumsum(counted, axis=0)
+        sums = tl.sum(counted, axis=0)
+        of_first, of_second, of_third = sums & 0xFFFF, (sums >> 16) & 0xFFFF, (sums >> 32) & 0xFFFF
+        end = (ends >> (later * 16)) & 0xFFFF
+        end += tl.where(later > 0, of_first, 0) + tl.where(later > 1, of_second, 0)
+        end = (end + tl.where(later > 2, of_third, 0)).to(tl.int32)
+        tl.store(count_out, (of_first + of_second + of_third + (sums >> 48)).to(tl.int32))
+    else:
+        end = tl.cumsum(num_parts, axis=0)
+        tl.store(count_out, tl.sum(num_parts, axis=0))
     for part in range(tl.max(num_parts, axis=0)):
         place = table + (end - num_parts + part) * WIDTH
         mask = part < num_parts
@@ -226,6 +232,8 @@ def decode_parts(
         BLOCK=block,
         BLOCK_N=tiling.block_n,
         HELD=HELD,
+        # Parts of a class are counted in 16 bits, those of the last in 15.
+        IS_ORDERED=size < 1 << 15,
         WIDTH=WIDTH,
         PDL=PDL,
         num_warps=4 if block <= 512 else 8,

@@ -181,6 +181,7 @@ def run_shared(
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
     block_n: int | None = 32,
+    tiling: DecodeTiling = SMALL_TILES,
 ) -> None:
     """Group i shares ``prefixes[i]`` tokens, and its rows have ``own[i]`` more; the last group
     shares nothing."""
@@ -220,7 +221,7 @@ def run_shared(
     positions = ints([length - 1 for length in lengths], device)
     own_parts = decode_parts(
         row_ids, positions, ints([len(lengths)], device), max_tokens=len(lengths),
-        num_kv_heads=num_kv_heads, programs=programs, tiling=SMALL_TILES,
+        num_kv_heads=num_kv_heads, programs=programs, tiling=tiling,
         prefix_lengths=parts.lengths,
     )  # fmt: skip
     group = num_heads // num_kv_heads
@@ -228,7 +229,7 @@ def run_shared(
         len(own_parts.table), len(lengths), num_kv_heads, head_dim, group, device
     )  # fmt: skip
     decode_attention(
-        queries, pool.kv_layer, own_parts, pool.tables, out, workspace, SMALL_TILES, prefix=parts,
+        queries, pool.kv_layer, own_parts, pool.tables, out, workspace, tiling, prefix=parts,
         kv_scales=pool.scales,
     )  # fmt: skip
     for row, length in enumerate(lengths):

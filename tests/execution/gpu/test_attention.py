@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from execution.gpu.attention_runs import GRID, SMALL, run_cuts, run_decode, run_prefill, run_shared
+from execution.gpu.attention_runs import (
+    GRID,
+    SMALL,
+    SMALL_TILES,
+    run_cuts,
+    run_decode,
+    run_prefill,
+    run_shared,
+)
 from execution.gpu.references import assert_attends, attend, ints, make_pool
 from octavo.execution import prefill_tiles
 from octavo.execution.attention.dense import (
@@ -22,6 +30,7 @@ from octavo.execution.attention.dense import (
     is_supported,
     pieces,
 )
+from octavo.execution.kernels.decode_attention import DecodeWorkspace, decode_attention
 from octavo.execution.kernels.decode_parts import (
     HELD,
     DecodeParts,
@@ -230,6 +239,30 @@ def test_decode_in_one_of_more_or_fewer_layers(
 @pytest.mark.parametrize(("shape", "window"), [(SMALL[0], 0), (SMALL[1], 7)])
 def test_decode_of_fp8(device: torch.device, shape: tuple[int, int, int, int], window: int) -> None:
     run_decode(device, shape, [1, 31, 100], programs=100, window=window, kv_dtype=E4M3)
+
+
+def test_decode_of_fp8_in_bfloat16(device: torch.device) -> None:
+    """Also interpreted: it is computed in float16."""
+    run_decode(device, SMALL[0], [1, 31, 100], programs=100, dtype=BF16, kv_dtype=E4M3)
+
+
+def test_queries_beyond_float16_over_keys_of_fp8(device: torch.device) -> None:
+    """One place of them decides, and more than 65,504 is not infinite."""
+    pool = make_pool([31], num_kv_heads=1, head_dim=16, block_size=4, dtype=E4M3, device=device)
+    queries = torch.zeros(1, 2, 16, device=device, dtype=BF16)
+    queries[0, :, 0] = torch.tensor([1e9, -1e5])
+    count = ints([1], device)
+    parts = decode_parts(
+        0 * count, 30 * count, count, max_tokens=1, num_kv_heads=1, programs=1,
+        tiling=DecodeTiling(16),
+    )  # fmt: skip
+    out = torch.full_like(queries, NAN)
+    workspace = DecodeWorkspace(len(parts.table), 1, 1, 16, 2, device)
+    decode_attention(
+        queries, pool.kv_layer, parts, pool.tables, out, workspace, DecodeTiling(16),
+        kv_scales=pool.scales,
+    )  # fmt: skip
+    assert_attends(out, attend(queries, pool, 0, 30), BF16)
 
 
 @pytest.mark.gpu
@@ -458,6 +491,22 @@ def test_a_shared_prefix_of_fp8(device: torch.device, shape: tuple[int, int, int
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("shape", "kv_heads"), [(SMALL[0], 2), (SMALL[1], 4)])
+@pytest.mark.parametrize(("programs", "kv_dtype"), [(1, None), (100, None), (100, E4M3)])
+def test_a_shared_prefix_before_more_kv_heads_at_once(
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    kv_heads: int,
+    programs: int,
+    kv_dtype: torch.dtype | None,
+) -> None:
+    run_shared(
+        device, shape, prefixes=[48, 0], own=[[1, 40], [9, 70]], programs=programs,
+        prefix_splits=3, kv_dtype=kv_dtype,
+        tiling=DecodeTiling(16, min_keys=32, whole_keys=0, kv_heads=kv_heads),
+    )  # fmt: skip
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize(("shape", "dtype", "kv_dtype"), GRID_KINDS)
@@ -468,8 +517,10 @@ def test_shared_prefixes_over_a_grid(
     kv_dtype: torch.dtype | None,
 ) -> None:
     own = [[1, 7, 130, 64, *range(1, 70)], [65, 3], [300, 1]]
-    for programs, prefix_splits in ((1, 1), (300, 4)):
+    many = decode_tiling(512, *shape[:3], 1000, dtype, kv_dtype or dtype)
+    for programs, prefix_splits, tiling in ((1, 1, SMALL_TILES), (300, 4, many)):
         run_shared(
             device, shape, prefixes=[1024, 128, 0], own=own, programs=programs,
             prefix_splits=prefix_splits, dtype=dtype, kv_dtype=kv_dtype, block_n=None,
+            tiling=tiling,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from octavo.execution.models.rope import RopeTable
 ON_GPU = torch.cuda.is_available()
 
 
-def test_there_is_room_for_parts_where_a_step_is_padded_to_more_than_all_rows(device: torch.device) -> None:
+def test_room_for_a_step_padded_beyond_all_rows(device: torch.device) -> None:
     num_rows, size, head_dim = 17, 32, 16
     arena = DeviceArena(
         KVLayout(1, 1, head_dim, 4, 16), num_rows + 1, torch.float32,

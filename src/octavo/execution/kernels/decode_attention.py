@@ -202,7 +202,9 @@ def _decode(
     q_place = (token.to(tl.int64) * num_heads + head[:, None]) * HEAD_DIM + d[None, :]
     q = tl.load(queries + q_place, mask=q_mask, other=0.0)
     if HAS_SCALES and q.dtype == tl.bfloat16:
-        # A GPU has an instruction from e4m3 to float16, and none to bfloat16.
+        # A GPU has an instruction from e4m3 to float16, and none to bfloat16. What is beyond
+        # float16 becomes its largest, since infinity times a key of 0 is NaN.
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
         q = q.to(tl.float16)
     largest = tl.full([GROUP], float("-inf"), dtype=tl.float32)
     total = tl.zeros([GROUP], dtype=tl.float32)

@@ -40,8 +40,9 @@ from octavo.execution.prefill_tiles import TileCutter
 # Programs that fill a GPU of 132 multiprocessors twice.
 _PROGRAMS = 264
 SHARES = 396
-"""Rows longer than such a share of all keys are cut. With half as many again as fit at once no
-round of programs is left nearly empty: 264, 528 and 792 were slower at 8 rows of 64K or 16 of 1K.
+"""Rows longer than such a share of all keys are cut, where there are not enough of them to fill
+the GPU uncut. With half as many again as fit at once no round of programs is left nearly empty:
+264, 528 and 792 were slower at 8 rows of 64K or 16 of 1K.
 """
 _MAX_PREFIX_SPLITS = 8
 

@@ -4,10 +4,10 @@ A program serves all query heads of one KV head, so keys and values are read onc
 one part of a row's keys (flash-decoding; which one, `decode_parts` says). The program that finishes
 last adds the parts of its row in their order: no second kernel, and the same bits at every run.
 
-Where rows are many it serves as many KV heads as their query heads fill a tensor core's tile, which
-one group would leave empty by half or more: a product of the tile has the scores of every head with
-every other's keys, and keeps those of its own. That is no more work than a program for each, and
-one start and one end.
+Where rows are many it serves as many KV heads as have the query heads of a tensor core's tile,
+which one group would leave empty by half or more: a product of the tile has the scores of every
+head with every other's keys, and keeps those of its own. That is no more work than a program for
+each, and one start and one end.
 """
 
 from __future__ import annotations

@@ -205,8 +205,8 @@ def decode_parts(
     the last of row ``token_rows[i]``, at ``positions[i]``.
 
     ``programs`` is how many programs, over parts and KV heads (or as many of them at once as
-    ``tiling`` says), fill the GPU. ``window`` 0 means
-    none. ``prefix_lengths``: how many of a token's first keys are somebody else's work.
+    ``tiling`` says), fill the GPU. ``window`` 0 means none. ``prefix_lengths``: how many of a
+    token's first keys are somebody else's work.
     """
     device = positions.device
     columns = num_kv_heads // tiling.kv_heads

@@ -36,8 +36,9 @@ def test_cpu_time_is_that_of_all_threads(config: str, kind: str) -> None:
         mapping_s = mapping_cpu_s() - before[0]
         process_s = time.process_time() - before[1]
     assert (mapping_s > 0) == (kind == "virtual")
-    assert 0 < sum(s.cpu_s for s in steps) <= process_s
-    assert sum(s.mapping_cpu_s for s in steps) <= mapping_s
+    rounding_s = 1e-9  # differences of floats are added
+    assert 0 < sum(s.cpu_s for s in steps) <= process_s + rounding_s
+    assert sum(s.mapping_cpu_s for s in steps) <= mapping_s + rounding_s
     assert any(s.mapping_cpu_s > 0 for s in steps) == (kind == "virtual")
     for step in steps:
         assert step.cpu_s >= 0

@@ -64,7 +64,7 @@ def test_kernels_of_rows_run_as_they_are_timed(monkeypatch: pytest.MonkeyPatch) 
 
     sizes = Sizes(
         hidden=32, features=48, heads=4, kv_heads=2, head_dim=16, vocab=300, prefix=24, block=8,
-        rows=(3,), gated_rows=(2,), prefix_rows=(5,),
+        rows=(3,), unnormed_rows=(4,), gated_rows=(2,), prefix_rows=(5,),
     )  # fmt: skip
     ceilings = Ceilings(
         read_bytes=1e12, matmul_flops=1e14, fp8_flops=0, to_host_bytes=1e10, from_host_bytes=1e10
@@ -77,6 +77,8 @@ def test_kernels_of_rows_run_as_they_are_timed(monkeypatch: pytest.MonkeyPatch) 
         "rotate and write 3": (2 * 3 * 8 * 16 * 4, "bytes"),
         "likeliest 3": (3 * 300 * 4, "bytes"),
         "top-k and top-p 3": (3 * 300 * 4, "bytes"),
+        "activation 4, not normed": (3 * 4 * 48 * 4 + 4 * 32 * 4, "bytes"),
+        "rotate and write 4, not normed": (2 * 4 * 8 * 16 * 4 + 4 * 32 * 4, "bytes"),
         "gated product 2": (96 * 32 * 4, "bytes"),
         "prefix 5 x 24": (4 * 5 * 24 * 4 * 16, "operations"),
     }

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from octavo.bench.ceilings import Ceilings
 from octavo.bench.kernel_figures import BYTES, OPERATIONS, figure
 from octavo.execution.kernels.activation import silu_and_mul
+from octavo.execution.kernels.gpu import Product, Unnormed
 from octavo.execution.kernels.linear import gated_linear
 from octavo.execution.kernels.norm import add_rms_norm
 from octavo.execution.kernels.prefill_attention import tile_tokens
@@ -50,6 +51,7 @@ class Sizes:
     prefix: int = 2048
     block: int = 16
     rows: tuple[int, ...] = (1, 64, 256)
+    unnormed_rows: tuple[int, ...] = (256, 512, 2048)
     gated_rows: tuple[int, ...] = (1, 64, 128, 256)
     prefix_rows: tuple[int, ...] = (64, 512)
 
@@ -70,6 +72,13 @@ def row_kernels(
         yield _told(f"rotate and write {rows}", _rotate(make, at, rows), ceilings, timed)
         for name, work in _sampling(make, at, rows).items():
             yield _told(f"{name} {rows}", work, ceilings, timed)
+    for rows in at.unnormed_rows:
+        works = {
+            f"activation {rows}, not normed": _activation(make, at, rows, is_unnormed=True),
+            f"rotate and write {rows}, not normed": _rotate(make, at, rows, is_unnormed=True),
+        }
+        for name, work in works.items():
+            yield _told(name, work, ceilings, timed)
     weight = make(2 * at.features, at.hidden)
     for rows in at.gated_rows:
         yield _gated(make, weight, rows, ceilings, timed)
@@ -101,22 +110,34 @@ def _norm(make: Callable[..., torch.Tensor], at: Sizes, rows: int) -> Work:
     return launch, 4 * residual.nbytes
 
 
-def _activation(make: Callable[..., torch.Tensor], at: Sizes, rows: int) -> Work:
+def _activation(
+    make: Callable[..., torch.Tensor], at: Sizes, rows: int, is_unnormed: bool = False
+) -> Work:
+    """A product is read and half as much written; the residual is read too where rows are to be
+    divided by its root mean square."""
     gate_up = make(rows, 2 * at.features)
-    return partial(silu_and_mul, gate_up, gate_up.dtype), gate_up.nbytes * 1.5
+    if not is_unnormed:
+        return partial(silu_and_mul, gate_up, gate_up.dtype), gate_up.nbytes * 1.5
+    residual = make(rows, at.hidden)
+    launch = partial(silu_and_mul, Unnormed(gate_up, residual, 1e-5), gate_up.dtype)
+    return launch, gate_up.nbytes * 1.5 + residual.nbytes
 
 
-def _rotate(make: Callable[..., torch.Tensor], at: Sizes, rows: int) -> Work:
-    """Of a layer: queries, keys and values read, all of them written."""
+def _rotate(
+    make: Callable[..., torch.Tensor], at: Sizes, rows: int, is_unnormed: bool = False
+) -> Work:
+    """Of a layer: queries, keys and values read, all of them written; and as `_activation`."""
     qkv = make(rows, (at.heads + 2 * at.kv_heads) * at.head_dim)
     kv_layer = make(rows + 1, at.block, 2, at.kv_heads, at.head_dim)
     order = torch.arange(rows, device=qkv.device, dtype=torch.int32)
     cos, sin = make(2, at.block, at.head_dim // 2).float()
+    residual = make(rows, at.hidden if is_unnormed else 0)
+    source: Product = Unnormed(qkv, residual, 1e-5) if is_unnormed else qkv
     launch = partial(
-        rope_and_write, qkv, kv_layer, order, torch.zeros_like(order), (order + 1).view(rows, 1),
+        rope_and_write, source, kv_layer, order, torch.zeros_like(order), (order + 1).view(rows, 1),
         cos, sin, at.heads, dtype=qkv.dtype,
     )  # fmt: skip
-    return launch, 2 * qkv.nbytes
+    return launch, 2 * qkv.nbytes + residual.nbytes
 
 
 def _sampling(make: Callable[..., torch.Tensor], at: Sizes, rows: int) -> dict[str, Work]:

@@ -10,9 +10,9 @@ import bisect
 MAX_CAPTURED_TOKENS = 2048
 """A forward pass over more tokens than this is long enough to hide its launches."""
 ALIGN = 16
-# Rows at which cuBLAS multiplies fast: in between it takes longer than at the next of them, at 448
-# a third longer than at 512 (8B and 1B shapes).
-_SIZES = (256, 320, 384, 512, 640, 768, 1024)
+# Rows at which cuBLAS multiplies fast: in between it takes about as long as at the next of them, at
+# 448 a third longer than at 512 (8B and 1B shapes).
+_SIZES = (256, 320, 384, 512, 544, 640, 672, 768, 800, 864, 960, 1024, 1152, 1280, 1408, 1536)
 
 
 def aligned(count: int) -> int:

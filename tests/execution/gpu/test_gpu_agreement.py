@@ -94,19 +94,26 @@ def test_scores_are_close_to_float32(
     assert agreement > least
 
 
-@pytest.mark.parametrize("kv", ["paged", "virtual"])
-def test_generated_tokens_are_close_to_float32(tmp_path: Path, kv: str) -> None:
-    """Of rows that decode together, every token that was generated: its log probability, and
-    whether Transformers would have chosen it after the same tokens."""
+@pytest.mark.parametrize(
+    ("kv", "rows", "longer"), [("paged", 8, 90), ("virtual", 8, 90), ("paged", 72, 1)]
+)
+def test_generated_tokens_are_close_to_float32(
+    tmp_path: Path, kv: str, rows: int, longer: int
+) -> None:
+    """Of rows that decode together, each ``longer`` than the one before, every token that was
+    generated: its log probability, and whether Transformers would have chosen it after the same
+    tokens."""
     reference = tiny_llama(**SHAPE).float()
     reference.save_pretrained(tmp_path)
     config = EngineConfig(
         model=str(tmp_path), device="cuda", dtype="bfloat16", kv=kv, kv_memory="1GiB",
-        max_num_seqs=8,
+        max_num_seqs=rows,
     )  # fmt: skip
     core, _ = build_engine(config)
     random = np.random.default_rng(1)
-    prompts = [random.integers(3, SHAPE["vocab_size"], 5 + 90 * row).tolist() for row in range(8)]
+    prompts = [
+        random.integers(3, SHAPE["vocab_size"], 5 + longer * row).tolist() for row in range(rows)
+    ]
     for row, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0.0, logprobs=0)
         core.scheduler.add(Request(row, int_array(prompt), params, max_tokens=64, seed=0))
@@ -130,6 +137,6 @@ def test_generated_tokens_are_close_to_float32(tmp_path: Path, kv: str) -> None:
         errors.append(np.abs(np.array(found) - expected.numpy()))
         same.append(logits.argmax(dim=-1).numpy() == np.array(own))
     error, agreement = float(np.mean(errors)), float(np.mean(same))
-    print(f"{kv}, 8 rows of 64 generated tokens: mean error {error:.4f}, agreement {agreement:.4f}")
+    print(f"{kv}, {rows} rows of 64 tokens: mean error {error:.4f}, agreement {agreement:.4f}")
     assert error < 0.02
     assert agreement > 0.93

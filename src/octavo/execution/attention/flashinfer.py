@@ -27,7 +27,7 @@ from octavo.core.plan import IntArray
 from octavo.execution.attention.paged import PagedAttention, PagedStep
 from octavo.execution.device import Device, Event
 from octavo.execution.device_arena import DeviceArena
-from octavo.execution.kernels.gpu import SplitSum
+from octavo.execution.kernels.gpu import Product
 from octavo.execution.kernels.page_lists import list_pages
 from octavo.execution.models.norms import QueryKeyNorm
 from octavo.execution.staging import Staging
@@ -345,7 +345,7 @@ class FlashInferAttention(PagedAttention):
 
         def run(
             layer: int,
-            qkv: torch.Tensor | SplitSum,
+            qkv: Product,
             norm: QueryKeyNorm | None = None,
         ) -> torch.Tensor:
             queries = self.rotate_and_write(step, layer, qkv, norm)

@@ -24,7 +24,7 @@ from octavo.execution.kernels.decode_parts import (
     decode_parts,
     decode_tiling,
 )
-from octavo.execution.kernels.gpu import SplitSum
+from octavo.execution.kernels.gpu import Product
 from octavo.execution.kernels.prefill_attention import (
     PrefillTiles,
     PrefillWorkspace,
@@ -162,7 +162,7 @@ class PagedAttention:
         self,
         step: PagedStep,
         layer: int,
-        qkv: torch.Tensor | SplitSum,
+        qkv: Product,
         norm: QueryKeyNorm | None,
     ) -> torch.Tensor:
         """Queries ``[tokens, num_heads, head_dim]``, rotated; keys and values go into the pool."""
@@ -260,7 +260,7 @@ class PagedStepAttention:
     def __call__(
         self,
         layer: int,
-        qkv: torch.Tensor | SplitSum,
+        qkv: Product,
         norm: QueryKeyNorm | None = None,
     ) -> torch.Tensor:
         """As `StepAttention`; ``qkv`` may be parts of a sum, and ``norm`` is applied to queries and

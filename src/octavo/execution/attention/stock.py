@@ -22,7 +22,7 @@ from octavo.core.plan import IntArray, RowForks, RowInit, TableDeltas
 from octavo.execution.attention.dense import attend_together
 from octavo.execution.attention.paged import PagedAttention, PagedStep
 from octavo.execution.device_arena import DeviceArena
-from octavo.execution.kernels.gpu import SplitSum
+from octavo.execution.kernels.gpu import Product
 from octavo.execution.models.norms import QueryKeyNorm
 
 
@@ -89,7 +89,7 @@ class StockAttention(PagedAttention, ABC):
     ) -> Callable[..., torch.Tensor]:
         def run(
             layer: int,
-            qkv: torch.Tensor | SplitSum,
+            qkv: Product,
             norm: QueryKeyNorm | None = None,
         ) -> torch.Tensor:
             queries = self.rotate_and_write(step, layer, qkv, norm)

@@ -40,8 +40,27 @@ class SplitSum:
         return self.parts.sum(dim=0)
 
 
-def pointer_and_splits(x: torch.Tensor | SplitSum) -> tuple[torch.Tensor, int]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Unnormed:
+    """The ``product`` of rows that were multiplied as they are, by a weight that holds the norm's:
+    whoever reads a row divides it by the root mean square of its ``residual`` (`inverse_rms`).
+
+    ``product`` is ``[rows, features]``, ``residual`` ``[rows, hidden]``, contiguous.
+    """
+
+    product: torch.Tensor
+    residual: torch.Tensor
+    eps: float
+
+
+Product = torch.Tensor | SplitSum | Unnormed
+"""What products leave for the kernel after them."""
+
+
+def pointer_and_splits(x: Product) -> tuple[torch.Tensor, int]:
     """What a kernel reads: the tensor, and how many parts it has (1: none to add)."""
+    if isinstance(x, Unnormed):
+        return x.product, 1
     if isinstance(x, SplitSum):
         return x.parts, x.parts.shape[0]
     return x, 1
@@ -53,6 +72,14 @@ def begin(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def inverse_rms(residual, row, hidden, eps, BLOCK: tl.constexpr):
+    """One by the root mean square of a row of ``hidden`` values; ``BLOCK``: as many at least."""
+    column = tl.arange(0, BLOCK)
+    x = tl.load(residual + row * hidden + column, mask=column < hidden, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 
 from octavo.execution.kernels.activation import silu_and_mul
 from octavo.execution.kernels.fp8 import scaled_linear
-from octavo.execution.kernels.gpu import SplitSum
+from octavo.execution.kernels.gpu import SplitSum, Unnormed
 from octavo.execution.kernels.skinny_linear import MAX_ROWS, Tiling, skinny_linear
 from octavo.execution.kernels.wide_linear import gated_wide_linear, suits
 
@@ -45,8 +45,7 @@ def tiling(rows: int, outputs: int, inputs: int) -> Tiling | None:
             splits *= 2
         splits = _limited(splits, inputs)
         return Tiling(64, 128, splits, 5 if tiles * splits <= _PROCESSORS else 4, 4)
-    if tiles <= 64:
-        return Tiling(64, 128, _limited(2, inputs), 4, 4)
+    # The library adds to the residual too, which spares a norm more than ours is faster.
     return Tiling(128, 64, 1, 5, 8) if tiles >= 4 * 96 else None
 
 
@@ -113,6 +112,28 @@ def gated_linear(
         return y
     y = linear(x, weight, bias, scales=scales, is_invariant=is_invariant)
     return silu_and_mul(y, x.dtype)
+
+
+def takes_library(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, *, is_gated: bool = False
+) -> bool:
+    """Whether `linear`, or `gated_linear`, leaves these to the library's product of many rows."""
+    return (
+        scales is None
+        and _tiling_of(x, weight, is_invariant=False) is None
+        and not (is_gated and suits(x, weight))
+    )
+
+
+def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """``residual += x @ weight.T`` in place, by the library, which adds before it rounds."""
+    residual.addmm_(x, weight.t())
+
+
+def unnormed_linear(residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Unnormed:
+    """``rms_norm(residual) @ weight.T`` by the library, but for the division, which is its
+    reader's."""
+    return Unnormed(F.linear(residual, weight), residual, eps)
 
 
 def whole(x: torch.Tensor | SplitSum, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,9 @@ from octavo.execution.kernels.ahead import Kernel
 from octavo.execution.kernels.gpu import (
     OVERLAP,
     PDL,
-    SplitSum,
+    Product,
+    Unnormed,
+    inverse_rms,
     load_sum,
     pointer_and_splits,
 )
@@ -34,6 +36,9 @@ def to_e4m3(x):
     return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
+_MANY_TOKENS = 512
+
+
 @Kernel
 @triton.jit
 def _rope_and_write(
@@ -47,7 +52,10 @@ def _rope_and_write(
     sines,
     head_norms,
     kv_scales,
+    residual,
     eps,
+    residual_eps,
+    hidden,
     num_heads,
     num_kv_heads,
     stride_split,
@@ -59,6 +67,7 @@ def _rope_and_write(
     HAS_ROPE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HIDDEN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -86,6 +95,10 @@ def _rope_and_write(
     place = token * total_heads * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
     low = load_sum(qkv, place, mask, stride_split, SPLITS)
     high = load_sum(qkv, place + half_dim, mask, stride_split, SPLITS)
+    if HIDDEN > 0:
+        inverse = inverse_rms(residual, token, hidden, residual_eps, HIDDEN)
+        low *= inverse
+        high *= inverse
     is_value = (head >= num_heads + num_kv_heads)[:, None]
     if HAS_NORM:
         norm_mask = mask & (is_value == 0)
@@ -128,7 +141,7 @@ def _rope_and_write(
 
 
 def rope_and_write(
-    qkv: torch.Tensor | SplitSum,
+    qkv: Product,
     kv_layer: torch.Tensor,
     token_rows: torch.Tensor,
     positions: torch.Tensor,
@@ -162,7 +175,14 @@ def rope_and_write(
     _, block_size, _, num_kv_heads, head_dim = kv_layer.shape
     queries = torch.empty(tokens, num_heads, head_dim, dtype=dtype, device=source.device)
     total_heads = num_heads + 2 * num_kv_heads
-    heads = 4 if tokens < 256 or is_invariant else 16
+    residual = qkv.residual if isinstance(qkv, Unnormed) else None
+    heads, warps = 4 if tokens < 256 or is_invariant else 16, 4
+    if residual is not None:
+        # A program reads the whole residual of its token: there are few, or one, where those are
+        # many.
+        heads = 16
+        if tokens >= _MANY_TOKENS:
+            heads, warps = min(triton.next_power_of_2(total_heads), 64), 8
     columns = triton.cdiv(total_heads, heads)
     _rope_and_write[(tokens, columns)](
         source,
@@ -175,7 +195,10 @@ def rope_and_write(
         sin,
         cos if head_norms is None else head_norms,
         cos if kv_scales is None else kv_scales,
+        source if residual is None else residual,
         eps,
+        qkv.eps if isinstance(qkv, Unnormed) else 0.0,
+        0 if residual is None else residual.shape[1],
         num_heads,
         num_kv_heads,
         tokens * total_heads * head_dim,
@@ -187,12 +210,13 @@ def rope_and_write(
         HAS_ROPE=cos.shape[-1] > 0,
         HAS_NORM=head_norms is not None,
         HAS_SCALES=kv_scales is not None,
+        HIDDEN=0 if residual is None else triton.next_power_of_2(residual.shape[1]),
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         HALF=triton.next_power_of_2(head_dim // 2),
         HEADS=heads,
         PDL=PDL,
-        num_warps=4,
+        num_warps=warps,
         **OVERLAP,
     )
     return queries

@@ -49,7 +49,7 @@ TOKEN_BUDGET = 8192
 MAX_NUM_SEQS = 1024
 _FP8_CAPABILITY = (8, 9)
 # What captured steps take, and libraries that are loaded later.
-_GRAPH_BYTES = 2**30
+_GRAPH_BYTES = 5 * 2**28
 # Sequences with penalties, biases or masks that memory is kept for; more take what is unused.
 _EDITING_SEQS = 256
 _SHORT_CHUNK = 32

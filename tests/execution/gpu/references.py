@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.execution.attention.paged import PagedAttention, PagedStep
+
 LAYERS = (3, 1)
 """How many layers an arena has, and which of them is tested."""
 
@@ -91,6 +93,15 @@ def attend(
         seen &= place[None, :] > query - window
     weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def attend_in_order(
+    backend: PagedAttention, step: PagedStep, layer: int, qkv: torch.Tensor
+) -> torch.Tensor:
+    """A layer's attention behind a kernel that overlaps with none, as an embedding's is: attention
+    reads what ``plan`` has written before the kernel in front of it has ended."""
+    attention = backend.plan(step)
+    return attention(layer, qkv.clone())
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

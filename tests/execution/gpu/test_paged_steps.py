@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from execution.gpu.references import ints
+from execution.gpu.references import attend_in_order, ints
 from octavo.core.layout import KVLayout
 from octavo.execution.attention.paged import PagedAttention, PagedStep
 from octavo.execution.device import CUDADevice, PlainDevice
@@ -30,7 +30,7 @@ def test_room_for_a_step_padded_beyond_all_rows(device: torch.device) -> None:
         max_decode=size,
     )  # fmt: skip
     qkv = torch.randn(size, 4 * head_dim, device=device)
-    out = attention.plan(step)(0, qkv)
+    out = attend_in_order(attention, step, 0, qkv)
     # The only key is the row's own.
     values = qkv.view(size, 4, head_dim)[:num_rows, 3:].expand(-1, 2, -1)
     assert torch.equal(out[:num_rows], values.flatten(1))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from execution.gpu.references import assert_attends, ints
+from execution.gpu.references import assert_attends, attend_in_order, ints
 from octavo.core.layout import KVLayout
 from octavo.core.plan import MapBlocks, int_array
 from octavo.execution.attention.dense import PIECE, DenseChunk, dense_attention
@@ -124,7 +124,7 @@ def test_no_kernel_reads_behind_what_is_mapped(kind: Callable[..., PagedAttentio
     )  # fmt: skip
     layer = 5
     qkv = torch.randn(len(rows), (HEADS + 2 * KV_HEADS) * DIM, device=device).to(DTYPE)
-    out = backend.plan(step)(layer, qkv).view(len(rows), HEADS, DIM)
+    out = attend_in_order(backend, step, layer, qkv).view(len(rows), HEADS, DIM)
     torch.cuda.synchronize()
     queries = qkv.view(len(rows), -1, DIM)[:, :HEADS]
     first = 0
@@ -188,10 +188,10 @@ def test_decode_alone_in_a_captured_graph_follows_what_is_remapped(
 
     fill(1)
     found = []
-    backend.plan(step)(2, qkv)
+    attend_in_order(backend, step, 2, qkv)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = backend.plan(step)(2, qkv)
+        out = attend_in_order(backend, step, 2, qkv)
     for first_block in (1, 20):
         fill(first_block)
         graph.replay()

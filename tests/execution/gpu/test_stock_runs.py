@@ -15,7 +15,7 @@ import torch
 
 from engine.tiny_engine import build, run
 from execution.gpu.fake_stock import Calls, standing_in
-from execution.gpu.references import Pool, assert_attends, attend, ints
+from execution.gpu.references import Pool, assert_attends, attend, attend_in_order, ints
 from execution.gpu.test_gpu_engine import BLOCK_SIZE, MAX_NUM_SEQS, ON_GPU, gpu_engine, requests
 from execution.models.tiny_models import tiny_mistral, tiny_qwen3
 from octavo.core.layout import KVLayout
@@ -132,7 +132,7 @@ def test_chunks_beside_rows_that_decode(
         ),
     )  # fmt: skip
     qkv = random_qkv(sum(counts), device)
-    out = runs.backend.plan(step)(LAYER, qkv).view(-1, HEADS, DIM)
+    out = attend_in_order(runs.backend, step, LAYER, qkv).view(-1, HEADS, DIM)
     begin = 0
     for row, _, start, count in chunks:
         own = slice(begin, begin + count)
@@ -158,7 +158,7 @@ def test_decode_alone_goes_by_the_devices_tables(
     qkv = random_qkv(3, device)
 
     def work() -> torch.Tensor:
-        return runs.backend.plan(step)(LAYER, qkv)
+        return attend_in_order(runs.backend, step, LAYER, qkv)
 
     work()
     graph, out = None, torch.empty(0)

@@ -20,6 +20,7 @@ from octavo.execution.attention.stock import StockRunAttention, StockSlotAttenti
 from octavo.execution.device import CUDADevice, Device
 from octavo.execution.device_arena import DeviceArena
 from octavo.execution.gpu_runner import GPUModel, GPURunner
+from octavo.execution.kernels.prefill_attention import MOST_ROWS
 from octavo.execution.models.decoder import Decoder
 from octavo.execution.models.fp8 import E4M3
 from octavo.execution.models.fused import FusedDecoder, can_fuse
@@ -52,13 +53,20 @@ class GPUParts:
         is one of `octavo.config.KV_DTYPES`.
 
         Raises:
-            ConfigError: a block of this size cannot be mapped, or the model is not deterministic.
+            ConfigError: a block of this size cannot be mapped, too many query heads share a KV
+                head, or the model is not deterministic.
         """
         self.model = model
         if is_invariant and not can_fuse(model):
             raise ConfigError(
                 f"{limits.model_config.architecture} does not run deterministically on a GPU; "
                 "leave deterministic out, or use device=cpu"
+            )
+        group = model.num_heads // model.num_kv_heads
+        if group > MOST_ROWS:
+            raise ConfigError(
+                f"{limits.model_config.architecture} with {group} query heads for each KV head "
+                f"does not run on a GPU, whose kernels take up to {MOST_ROWS}; use device=cpu"
             )
         self.gpu_model = _gpu_model(model, is_invariant)
         self.is_invariant = is_invariant

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.tiny_engine import build, run
-from execution.models.tiny_models import OPT_350M, tiny_opt
+from execution.models.tiny_models import OPT_350M, tiny_opt, tiny_qwen3
 from octavo.config import ConfigError, EngineConfig
 from octavo.core.plan import KVCapacity, StepPlan, int_array
 from octavo.core.request import BeamResult, Request, StepOutputs
@@ -308,6 +308,13 @@ def test_learned_positions_and_layer_norms(tmp_path: Path, changes: dict[str, An
     core.close()
     with pytest.raises(ConfigError, match="OPTForCausalLM does not run deterministically on a GPU"):
         gpu_engine(tmp_path, num_blocks=9, depth=2, chunk=16, is_invariant=True)
+
+
+def test_more_query_heads_of_a_kv_head_than_a_tile_has_rows(tmp_path: Path) -> None:
+    shape = {"num_attention_heads": 129, "num_key_value_heads": 1, "head_dim": 16}
+    tiny_qwen3(**shape, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"129 query heads for each KV head .* device=cpu"):
+        gpu_engine(tmp_path, num_blocks=60, depth=2, chunk=7)
 
 
 def test_the_last_layer_computes_what_is_sampled(

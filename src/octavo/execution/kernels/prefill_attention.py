@@ -266,22 +266,22 @@ class PrefillWorkspace:
     ) -> None:
         """``max_parts`` bounds the parts of any launch, whole tiles not counted."""
         programs = max(max_parts, 1) * num_kv_heads
-        rows = programs * _MOST_ROWS
+        rows = programs * MOST_ROWS
         dim = triton.next_power_of_2(head_dim)
         self.out = torch.empty(rows * dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
         self.counters = torch.zeros(programs, dtype=torch.int32, device=device)
 
 
-_MOST_ROWS = 128
+MOST_ROWS = 128
+"""So many query heads of a KV head fit a tile."""
 
 
 def tile_rows(group: int, dtype: torch.dtype) -> int:
     """Rows of a tile, its tokens × the ``group`` of query heads of a KV head. Float32 is not for
     tensor cores: the sums of 128 rows do not fit a thread's registers, and take 10 s to compile."""
-    if group > _MOST_ROWS:
-        raise ValueError(f"{group} query heads share a KV head; kernels take up to {_MOST_ROWS}")
-    rows = _MOST_ROWS if dtype.itemsize < 4 else 32
+    assert group <= MOST_ROWS
+    rows = MOST_ROWS if dtype.itemsize < 4 else 32
     return max(rows, triton.next_power_of_2(group))
 
 

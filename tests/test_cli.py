@@ -62,7 +62,7 @@ def test_every_command_explains_itself(command: list[str]) -> None:
         (["generate", "x", "hi", "--kv-memory", "much"], "kv_memory must be auto, a size"),
         (["serve", "x", "--port", "99999"], "port must be an integer from 0 to 65535"),
         (["serve", "no-such-model"], "no model 'no-such-model'"),
-        (["pull", "gpt-9"], "unknown model 'gpt-9'"),
+        (["pull", "gpt-9"], "no model 'gpt-9'"),
     ],
 )
 def test_a_mistake_is_one_readable_line(arguments: list[str], message: str) -> None:

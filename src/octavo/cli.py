@@ -339,9 +339,12 @@ def chat(
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(help="The name of a known model.")] = DEFAULT_MODEL,
+    model: Annotated[
+        str,
+        typer.Argument(help="A known name, or one of the Hugging Face hub; a path is itself."),
+    ] = DEFAULT_MODEL,
 ) -> None:
-    """Fetch a known model into the cache directory and print its path."""
+    """Fetch a model where it is not here yet, and print its path."""
     with readable_errors():
         from octavo.model_store import pull as fetch
 

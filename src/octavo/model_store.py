@@ -108,7 +108,7 @@ def stored_path(known: KnownModel) -> Path:
 
 def pull(name: str) -> Path:
     """Fetch a known model into the cache directory, unless it is there, and check it; or bring a
-    model of the Hugging Face hub up to date in its cache.
+    model of the Hugging Face hub up to date in its cache. A path that exists is itself.
 
     Raises:
         ModelStoreError: the name is unknown.
@@ -116,13 +116,8 @@ def pull(name: str) -> Path:
     """
     known = KNOWN_MODELS.get(name)
     if known is None:
-        remote = HubName.parse(name)
-        if remote is not None:
-            return _download_from(remote)
-        raise ModelStoreError(
-            f"unknown model {name!r}; known are: {', '.join(sorted(KNOWN_MODELS))}, and names of "
-            "the Hugging Face hub (org/name)"
-        )
+        remote = hub_name(name)
+        return resolve_model(name) if remote is None else _download_from(remote)
     target = stored_path(known)
     if target.is_file() and _sha256(target) == known.sha256:
         return target

@@ -12,7 +12,14 @@ import typer
 from octavo import __version__, options
 from octavo.bench.commands import bench_app
 from octavo.capacity_commands import calibrate, plan
-from octavo.config import DEFAULT_MODEL, ConfigError, EngineConfig, ServerConfig, api_keys_of
+from octavo.config import (
+    DEFAULT_MODEL,
+    ConfigError,
+    EngineConfig,
+    ServerConfig,
+    api_keys_of,
+    client_key,
+)
 from octavo.layout_command import layout
 from octavo.options import DEFAULTS
 from octavo.terminal import print_json, readable_errors
@@ -288,7 +295,7 @@ def chat(
         str | None,
         typer.Option(help="Talk to a running server, such as http://127.0.0.1:8000, instead."),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's API key.")] = None,
+    api_key: options.APIKey = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest mass p.")] = 0.95,
@@ -312,7 +319,7 @@ def chat(
             check_server(url)
             limit = {} if max_tokens is None else {"max_tokens": max_tokens}
             answer = server_answer(
-                url, model, api_key, temperature=temperature, top_p=top_p, **limit
+                url, model, client_key(api_key), temperature=temperature, top_p=top_p, **limit
             )
         else:
             from octavo.core.sampling_params import SamplingParams

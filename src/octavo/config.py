@@ -326,6 +326,11 @@ def api_keys_of(given: Sequence[str]) -> tuple[str, ...]:
     )
 
 
+def client_key(given: str | None) -> str | None:
+    """The key that a client sends: what was given, else the first of ``$OCTAVO_API_KEY``."""
+    return next(iter(api_keys_of([given] if given else [])), None)
+
+
 def cache_dir() -> Path:
     """Where downloaded models are kept: ``$OCTAVO_CACHE``, else the user's cache directory."""
     if override := os.environ.get("OCTAVO_CACHE"):

@@ -184,6 +184,9 @@ MapForks = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+APIKey = Annotated[
+    str | None, typer.Option(help="The server's API key [default: $OCTAVO_API_KEY].")
+]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

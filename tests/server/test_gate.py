@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from tiny_model import MAX_LEN
 from tiny_server import TinyServer, wait_for
 
-from octavo.config import ServerConfig, api_keys_of
+from octavo.config import ServerConfig, api_keys_of, client_key
 from octavo.engine.logs import JSONFormatter, TextFormatter
 from octavo.server.app import add_error_handlers
 from octavo.server.gate import Gate
@@ -92,8 +92,10 @@ def test_keys_come_from_the_environment_and_are_not_shown(monkeypatch: pytest.Mo
     monkeypatch.setenv("OCTAVO_API_KEY", "one, two")
     assert api_keys_of([]) == ("one", "two")
     assert api_keys_of(["three"]) == ("three",)
+    assert (client_key(None), client_key("three")) == ("one", "three")
     monkeypatch.delenv("OCTAVO_API_KEY")
     assert api_keys_of([]) == ()
+    assert client_key(None) is None
     assert "one" not in repr(ServerConfig(api_keys=("one",)))
 
 

@@ -22,6 +22,8 @@ class FakeServer(ThreadingHTTPServer):
         self.most_at_once = 0
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
+        # Without it nothing is listed.
+        self.needs: str | None = None
 
     @property
     def url(self) -> str:
@@ -32,7 +34,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
     def do_GET(self) -> None:
-        self._answer(200, json.dumps({"data": [{"id": "fake"}]}))
+        if self.server.needs is not None and self.headers["Authorization"] != self.server.needs:
+            self._answer(401, "no")
+        else:
+            self._answer(200, json.dumps({"data": [{"id": "fake"}]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -48,6 +48,20 @@ def test_one_rate(fake: FakeServer) -> None:
     ]
 
 
+def test_the_key_of_the_environment_is_sent(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.needs = "Bearer one"
+    monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
+    refused = bench(fake)
+    assert refused.exit_code == 1
+    assert "401 Unauthorized; give its key with --api-key, or in $OCTAVO_API_KEY" in refused.stderr
+    monkeypatch.setenv("OCTAVO_API_KEY", "one,two")
+    assert bench(fake, "--rate", "inf").exit_code == 0
+    assert bench(fake, "--api-key", "three", "--model", "m", "--rate", "inf").exit_code == 0
+    assert fake.keys == {"Bearer one", "Bearer three"}
+
+
 def test_json_has_vllms_names(fake: FakeServer) -> None:
     report = json.loads(bench(fake, "--rate", "inf", "--goodput", "ttft=60s", "--json").stdout)
     assert report["completed"] == 4
@@ -196,13 +210,13 @@ def test_a_mistake_is_found_before_anything_is_sent(
     assert not fake.bodies
 
 
-def test_without_matplotlib_the_extra_is_named(
+def test_without_matplotlib_it_is_told_how_to_get_it(
     fake: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     result = bench(fake, "--plot", "x.png")
     assert result.exit_code == 2
-    assert "install the extra octavo[plots]" in result.stderr
+    assert "-m pip install 'matplotlib>=3.10'" in result.stderr
     assert not fake.bodies
 
 

@@ -162,7 +162,7 @@ async def connected(
 
 
 async def _first_model(http: ClientSession, base: str) -> str:
-    from aiohttp import ClientError, ClientTimeout, InvalidURL
+    from aiohttp import ClientError, ClientResponseError, ClientTimeout, InvalidURL
 
     try:
         timeout = ClientTimeout(total=_LISTING_S)
@@ -178,6 +178,10 @@ async def _first_model(http: ClientSession, base: str) -> str:
         raise ConfigError(f"url {base!r} cannot be used: {error}") from error
     except (ClientError, OSError) as error:
         why = str(error) or type(error).__name__
+        if isinstance(error, ClientResponseError):
+            why = f"{error.status} {error.message}"
+            if error.status in (401, 403):
+                why += "; give its key with --api-key, or in $OCTAVO_API_KEY"
         raise ConnectionError(f"{base} does not list a model at /v1/models: {why}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(

@@ -37,7 +37,7 @@ def serve(
     model: Annotated[
         str | None, typer.Option(help="The model's name [default: the first it lists].")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's API key.")] = None,
+    api_key: options.APIKey = None,
     trace: Trace = None,
     num_requests: NumRequests = 64,
     input_len: InputLen = 64,
@@ -139,7 +139,7 @@ def serve(
         from octavo.bench.serve import report as serve_report
         from octavo.bench.serve.objectives import parse_objectives
         from octavo.bench.serve.sweep import Sweep, Work, rates_of
-        from octavo.config import ConfigError
+        from octavo.config import ConfigError, client_key
 
         for name, value, least in (
             ("sweep", sweep, 1),
@@ -180,7 +180,7 @@ def serve(
 
         async def measure() -> None:
             async with serve_client.connected(
-                url, model=model, api_key=api_key, highest_token_id=highest_token_id
+                url, model=model, api_key=client_key(api_key), highest_token_id=highest_token_id
             ) as client:
                 runs = Sweep(client, work, objectives, max_concurrency, show)
                 started.append(runs)

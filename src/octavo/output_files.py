@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -58,4 +59,6 @@ def check_plot(option: str, path: Path | None) -> None:
 def require_plots(option: str) -> None:
     """Raises `ConfigError` where nothing can be drawn."""
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"{option} needs matplotlib; install the extra octavo[plots]")
+        raise ConfigError(
+            f"{option} needs matplotlib; run: {sys.executable} -m pip install 'matplotlib>=3.10'"
+        )

@@ -149,7 +149,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["bench", "sharing", "--plot", "x.png"])
     assert result.exit_code == 2
-    assert "octavo[plots]" in result.stderr
+    assert "pip install 'matplotlib>=3.10'" in result.stderr
 
 
 def test_the_help_lists_it() -> None:

@@ -192,7 +192,8 @@ def test_unknown_models_and_routes_are_404(server: TinyServer) -> None:
     error = refused(httpx.post(server.url + COMPLETIONS, json=body), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "'tiny'" in error["message"]
-    refused(httpx.get(server.url + "/v1/embeddings"), 404)
+    error = refused(httpx.get(server.url + "/v1/embeddings"), 404)
+    assert "GET /openapi.json lists what is served" in error["message"]
     refused(httpx.get(server.url + COMPLETIONS), 405)
     refused(httpx.get(server.url + "/v1/models/" + "x" * 1000), 404)
 

@@ -87,6 +87,9 @@ def test_nulls_harmless_values_and_unknown_fields_are_taken() -> None:
         ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),
         ("guided_regex", "a*"),
+        ("return_token_ids", True),
+        ("n_predict", 8),
+        ("repeat_penalty", 1.1),
         ("chat_template", "{{ 1 }}" * 100),
     ],
 )

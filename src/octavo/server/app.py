@@ -234,7 +234,7 @@ def add_error_handlers(app: FastAPI) -> None:
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         place = f"{request.method[:20]} {request.url.path[:200]}"
-        text = f"{place}: {error.detail}; see GET /v1/models, POST /v1/chat/completions"
+        text = f"{place}: {error.detail}; GET /openapi.json lists what is served"
         return APIError(text, status=error.status_code, headers=error.headers).response()
 
     async def gone(request: Request, error: Exception) -> Response:

@@ -64,6 +64,13 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    # llama.cpp's; the last two are max_tokens and repetition_penalty here.
+    "grammar": ("",),
+    "json_schema": (),
+    "n_predict": (),
+    "repeat_penalty": (1.0, 1),
 }
 
 if TYPE_CHECKING:

@@ -167,6 +167,16 @@ def test_min_tokens_and_the_end(gguf: Path, tmp_path: Path, depth: int) -> None:
         assert is_idle(llm)
 
 
+def test_a_request_that_a_stop_string_ended_says_what_was_cached(gguf: Path) -> None:
+    with make_llm(gguf, prefix_caching=True, block_size=16) as llm:
+        prompt = [5, 90, 17, 33, 200, 4] * 10
+        whole = one(llm, prompt)
+        start = next(i for i in range(3, len(whole.text) - 1) if whole.text[i : i + 2].isascii())
+        result = one(llm, prompt, replace(GREEDY, stop=(whole.text[start : start + 2],)))
+        assert len(result.token_ids) < len(whole.token_ids)
+        assert (whole.num_cached_tokens, result.num_cached_tokens) == (0, 48)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_ended_the_text_may_stay_in_it(gguf: Path, depth: int) -> None:
     with make_llm(gguf, depth=depth) as llm:

@@ -38,6 +38,7 @@ from octavo.engine.messages import (
     ResizePool,
     Shutdown,
     Start,
+    Started,
     StepMessage,
     ToEngine,
     decode_from_engine,
@@ -63,7 +64,7 @@ class Front:
         self.tokens: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
         self.stats: list[EngineStats] = []
-        self.started: list[tuple[int, float]] = []
+        self.started: list[Started] = []
         self.others: list[object] = []
 
     def send(self, message: ToEngine | bytes) -> None:
@@ -199,9 +200,9 @@ def test_waiting_is_told_once_with_the_first_step() -> None:
         front.send(AddRequest.of(request(9, [1], 4)))
         front.send(Abort((9,)))
         front.receive(lambda: len(front.reasons) == 3)
-    numbers = [number for number, _ in front.started]
+    numbers = [started.number for started in front.started]
     assert numbers == [0, 1, 2]
-    waits = [waited for _, waited in front.started]
+    waits = [started.waited_s for started in front.started]
     assert waits == sorted(waits)  # the clock ticks with every look at it
 
 

@@ -19,6 +19,8 @@ NAMES = (
     "octavo_kv_cache_usage_perc",
     "octavo_num_preemptions_total",
     "octavo_prompt_tokens_total",
+    "octavo_prefix_cache_queries_total",
+    "octavo_prefix_cache_hits_total",
     "octavo_generation_tokens_total",
     'octavo_request_success_total{finished_reason="stop"}',
     'octavo_request_success_total{finished_reason="length"}',
@@ -66,6 +68,7 @@ def test_counts_of_two_choices_a_refusal_and_a_stop_are_exact(server: TinyServer
     changes = {name: after[name] - before[name] for name in NAMES if after[name] != before[name]}
     assert changes == {
         "octavo_prompt_tokens_total": 2 * 4,  # two choices share one
+        "octavo_prefix_cache_queries_total": 2 * 4,
         "octavo_generation_tokens_total": 2 * 9 + num_stopped,
         'octavo_request_success_total{finished_reason="stop"}': 1,
         'octavo_request_success_total{finished_reason="length"}': 2,
@@ -86,6 +89,29 @@ def test_counts_of_two_choices_a_refusal_and_a_stop_are_exact(server: TinyServer
     parts = [f"octavo_request_{part}_time_seconds_sum" for part in ("queue", "prefill", "decode")]
     whole = grown("octavo_e2e_request_latency_seconds_sum")
     assert 0 < sum(map(grown, parts)) <= whole * 1.01
+
+
+def test_the_prefix_caches_hits_are_counted_once_however_a_request_ends(
+    server: TinyServer,
+) -> None:
+    """At its length, by a stop string, and in the step that runs its prompt; two choices share."""
+    url = f"{server.url}/v1/completions"
+    prompt = [7 + n % 50 for n in range(70)]
+    body = {"prompt": prompt, "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    text = httpx.post(url, json=body).json()["choices"][0]["text"]
+    before = server.wait_idle()
+    reused = 0
+    for changes in ({}, {"n": 2}, {"stop": text[4]}, {"max_tokens": 1}):
+        usage = httpx.post(url, json=body | changes).json()["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0, changes
+        reused += cached
+    after = server.wait_idle()
+    assert (
+        after["octavo_prefix_cache_hits_total"] == before["octavo_prefix_cache_hits_total"] + reused
+    )
+    for name in ("octavo_prefix_cache_queries_total", "octavo_prompt_tokens_total"):
+        assert after[name] == before[name] + 4 * len(prompt)
 
 
 def test_auto_says_which_way_it_chose(tiny_model: Path) -> None:

@@ -378,7 +378,9 @@ class LLM:
             if output.is_done:
                 num_done += 1
                 if finished is None:
-                    self._core.scheduler.abort(number)
+                    scheduler = self._core.scheduler
+                    output.num_cached_tokens = scheduler.num_cached_tokens(number)
+                    scheduler.abort(number)
         beams = {beam.number: beam for beam in step.beams}
         for finished in ended.values():
             output = outputs.get(finished.number)

@@ -8,7 +8,7 @@ from a stranger.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -206,19 +206,28 @@ class StartFailed(_Message, frozen=True):
     is_asked: bool = False
 
 
+class Started(NamedTuple):
+    """A request ran for the first time, after ``waited_s`` seconds in the engine. The first
+    ``num_cached_tokens`` of its prompt came from the prefix cache; where it ended in the same step
+    `Finished` says how many."""
+
+    number: int
+    waited_s: float
+    num_cached_tokens: int
+
+
 class StepMessage(_Message, frozen=True):
     """What a step brought: ``token_ids[i]`` (int32) is for request ``numbers[i]`` (int64).
 
-    ``started`` pairs requests that this step ran for the first time with the seconds that they had
-    waited in the engine. ``logprobs`` and ``prompt_logprobs`` are for the requests that asked,
-    ``beams`` the results of searches that have ended, ``prefixes`` of requests that pin theirs.
+    ``logprobs`` and ``prompt_logprobs`` are for the requests that asked, ``beams`` the results of
+    searches that have ended, ``prefixes`` of requests that pin theirs.
     """
 
     numbers: bytes
     token_ids: bytes
     finished: tuple[Finished, ...]
     stats: EngineStats | None
-    started: tuple[tuple[int, float], ...] = ()
+    started: tuple[Started, ...] = ()
     logprobs: WireLogprobs | None = None
     prompt_logprobs: tuple[WirePrompt, ...] = ()
     beams: tuple[WireBeam, ...] = ()
@@ -229,7 +238,7 @@ class StepMessage(_Message, frozen=True):
         cls,
         outputs: StepOutputs,
         stats: EngineStats | None,
-        started: tuple[tuple[int, float], ...] = (),
+        started: tuple[Started, ...] = (),
     ) -> StepMessage:
         return cls(
             outputs.numbers.astype(INT64, copy=False).tobytes(),

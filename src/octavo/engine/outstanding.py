@@ -51,9 +51,9 @@ class Outstanding:
     def digest(self, message: StepMessage, now_s: float) -> tuple[int, ...]:
         """Hand out a step's news. Returns the requests that are over although the engine goes on
         with them."""
-        for number, waited_s in message.started:
-            if number in self._states:
-                self._states[number].start(waited_s)
+        for started in message.started:
+            if (state := self._states.get(started.number)) is not None:
+                state.start(started.waited_s, started.num_cached_tokens)
         failed = self._digest_prompts(message, now_s)
         tokens: dict[int, list[int]] = {}
         for number, token_id in message.tokens():

@@ -44,6 +44,7 @@ from octavo.engine.messages import (
     ResetPrefixCache,
     ResizePool,
     Shutdown,
+    Started,
     StartFailed,
     StepMessage,
     decode_start,
@@ -141,11 +142,11 @@ class EngineLoop:
             self._stats_due = now + STATS_INTERVAL_S
             self._send(StepMessage(b"", b"", (), stats))
 
-    def _started(self, planned_s: float) -> tuple[tuple[int, float], ...]:
-        """Requests that got their first row in the step planned at ``planned_s``, with the seconds
-        that they had waited. The queue is first come, first served: the first that still waits
-        ends the search."""
-        rows = self._core.scheduler.rows
+    def _started(self, planned_s: float) -> tuple[Started, ...]:
+        """Requests that got their first row in the step planned at ``planned_s``. The queue is
+        first come, first served: the first that still waits ends the search."""
+        scheduler = self._core.scheduler
+        rows = scheduler.rows
         started = []
         done = []
         for number, (arrived_s, n) in self._arrived_s.items():
@@ -154,7 +155,8 @@ class EngineLoop:
             if not (is_own & (rows.last_step > 0)).any():
                 break
             done.append(number)
-            started += [(number + index, planned_s - arrived_s) for index in range(n)]
+            waited_s, num_cached = planned_s - arrived_s, scheduler.num_cached_tokens(number)
+            started += [Started(number + index, waited_s, num_cached) for index in range(n)]
         for number in done:
             del self._arrived_s[number]
         return tuple(started)

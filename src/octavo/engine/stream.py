@@ -22,8 +22,11 @@ from octavo.engine.output import OutputDelta, OutputText
 class Observer(Protocol):
     """Told of every request's life, for metrics. Times are in seconds."""
 
-    def on_first_token(self, num_prompt_tokens: int, latency_s: float) -> None:
-        """The prompt is computed and the first token is here, ``latency_s`` after `submit`."""
+    def on_first_token(
+        self, num_prompt_tokens: int, num_cached_tokens: int, latency_s: float
+    ) -> None:
+        """The prompt, some of it cached, is done and the first token is here, ``latency_s`` after
+        `submit`. Samples that share a prompt tell of it once; 0 for the others."""
 
     def on_tokens(self, num_tokens: int, gap_s: float | None) -> None:
         """Tokens that count arrived, ``gap_s`` after those before (None: they are the first)."""
@@ -94,9 +97,10 @@ class RequestState:
         self._is_final_taken = False
         self._waiter: asyncio.Future[None] | None = None
 
-    def start(self, waited_s: float) -> None:
+    def start(self, waited_s: float, num_cached_tokens: int) -> None:
         """The engine has run the request for the first time, ``waited_s`` after it was sent."""
         self._started_s = self._created_s + max(0.0, waited_s)
+        self.num_cached_tokens = num_cached_tokens
 
     def life(self, now_s: float) -> RequestLife:
         """Up to now, or to the end."""
@@ -193,8 +197,9 @@ class RequestState:
         self.num_tokens += num_tokens
         if self._observer is not None:
             if last is None:
-                num_prompt = self.num_prompt_tokens if self._runs_prompt else 0
-                self._observer.on_first_token(num_prompt, now_s - self._created_s)
+                prompt = (self.num_prompt_tokens, self.num_cached_tokens)
+                prompt = prompt if self._runs_prompt else (0, 0)
+                self._observer.on_first_token(*prompt, now_s - self._created_s)
             self._observer.on_tokens(num_tokens, None if last is None else now_s - last)
 
     def _end(self, reason: FinishReason, now_s: float) -> None:
@@ -236,7 +241,7 @@ class RequestStream(AsyncIterator[OutputDelta]):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that came from the prefix cache; known at the end."""
+        """Prompt tokens that came from the prefix cache; known with the first token."""
         return self._state.num_cached_tokens
 
     @property

@@ -154,6 +154,12 @@ class Scheduler:
         """Whether a sequence of this number waits or runs."""
         return number in self.state.sequences
 
+    def num_cached_tokens(self, number: int) -> int:
+        """Of the prompt of a sequence that waits or runs, how much came from the prefix cache; 0
+        before it ran and after it ended, when `Finished` tells."""
+        sequence = self.state.sequences.get(number)
+        return 0 if sequence is None else sequence.group.num_cached_tokens
+
     def abort(self, number: int) -> bool:
         """Forget a sequence; its blocks are free at once, or with the last step that names them.
 

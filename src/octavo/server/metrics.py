@@ -50,7 +50,15 @@ class Metrics:
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         ProcessCollector(namespace="octavo_engine", pid=self._engine_pid, registry=self.registry)
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed")
+        self._prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens, those from the prefix cache included"
+        )
+        self._cache_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens, to compare prefix_cache_hits with"
+        )
+        self._cache_hits = self._counter(
+            "prefix_cache_hits", "Prompt tokens that came from the prefix cache"
+        )
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self._ends = Counter(
             "octavo_request_success",
@@ -185,8 +193,12 @@ class Metrics:
         """A request of ``n`` choices for each prompt was taken in."""
         self._choices.observe(n)
 
-    def on_first_token(self, num_prompt_tokens: int, latency_s: float) -> None:
+    def on_first_token(
+        self, num_prompt_tokens: int, num_cached_tokens: int, latency_s: float
+    ) -> None:
         self._prompt_tokens.inc(num_prompt_tokens)
+        self._cache_queries.inc(num_prompt_tokens)
+        self._cache_hits.inc(num_cached_tokens)
         self._first_token.observe(latency_s)
 
     def on_tokens(self, num_tokens: int, gap_s: float | None) -> None:

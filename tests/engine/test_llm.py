@@ -395,5 +395,9 @@ def test_what_is_no_prompt_is_refused(llm: LLM, prompts: object) -> None:
 def test_what_are_no_params_or_messages_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="params must be SamplingParams"):
         llm.generate("hi", {"temperature": 0})  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="messages must be"):
-        llm.chat("hi")  # type: ignore[arg-type]
+    for messages in ("hi", 5, None, [5], [[]], [[5]], [MESSAGES, []], MESSAGES[0]):
+        with pytest.raises(RequestError, match="messages must be"):
+            llm.chat(messages)  # type: ignore[arg-type]
+    for messages in ([], None, [5]):
+        with pytest.raises(RequestError, match="messages must be"):
+            llm.stream_chat(messages)  # type: ignore[arg-type]

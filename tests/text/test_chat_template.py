@@ -158,6 +158,10 @@ def test_parts_are_flattened_for_templates_that_expect_a_string() -> None:
         (["hi"], r"messages\[0\] must be an object"),
         ([{"content": "hi"}], r"messages\[0\] must have a role"),
         ([{"role": "user", "content": 3}], "must be a string or a list"),
+        ([{"role": "user"}], r"messages\[0\]\.content is missing; send a text"),
+        ([{"role": "user", "content": None}], "content is missing"),
+        ([{"role": "user", "tool_calls": [{}]}], "content is missing"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "content is missing"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
             r"content\[0\] is of type 'image_url'; only text",

@@ -35,6 +35,21 @@ def token_ids_of(prompt: Sequence[int]) -> list[int]:
     return [int(item) for item in prompt]
 
 
+def check_messages(messages: object) -> None:
+    """Refuse what is no conversation; what its messages say is the chat template's to check."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_list or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise RequestError(
+            "messages must be a list of objects with role and content, such as "
+            f'[{{"role": "user", "content": "Hi"}}], got {_shown(messages)}'
+        )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def params_for(
     items: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> Sequence[SamplingParams]:

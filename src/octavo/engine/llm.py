@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from octavo.config import EngineConfig
 from octavo.core.request import Request, RequestError
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.arguments import Prompt, is_single, params_for, progress_bar, token_ids_of
+from octavo.engine.arguments import (
+    Prompt,
+    check_messages,
+    is_single,
+    params_for,
+    progress_bar,
+    token_ids_of,
+)
 from octavo.engine.completion import Completion, RequestOutput
 from octavo.engine.heap import frozen_meanwhile
 from octavo.engine.interrupts import interrupts_between_steps
@@ -104,7 +111,9 @@ class LLM:
             RequestError: there is no chat template, or a conversation cannot be served.
             ChatTemplateError: the template refuses the messages.
         """
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+        # What is no list of anything is refused where a conversation is.
+        is_one = not is_list or (len(messages) > 0 and isinstance(messages[0], Mapping))
         conversations: list[Any] = [messages] if is_one else list(messages)
         prompts = [self._render(conversation) for conversation in conversations]
         defaults = SamplingParams(max_tokens=None) if params is None else params
@@ -258,11 +267,7 @@ class LLM:
         """A conversation's prompt, ready for the answer where it ``is_question``."""
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use generate with a plain prompt")
-        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
-            raise RequestError(
-                "messages must be a list of objects with role and content, such as "
-                '[{"role": "user", "content": "Hi"}]'
-            )
+        check_messages(messages)
         text = self.tokenizer.chat_template.render(
             [dict(message) for message in messages], add_generation_prompt=is_question
         )

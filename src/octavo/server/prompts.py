@@ -191,15 +191,9 @@ def _check_messages(messages: Sequence[Mapping[str, Any]] | None) -> None:
     if not messages:
         raise APIError("messages is missing or empty; send at least one message", param="messages")
     for index, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
+        if message.get("role") not in ROLES:
             raise APIError(
                 f"messages[{index}].role must be one of {', '.join(ROLES)}", param="messages"
-            )
-        if content is None and (role != "assistant" or not message.get("tool_calls")):
-            raise APIError(
-                f"messages[{index}].content is missing; send a text or text parts",
-                param="messages",
             )
 
 

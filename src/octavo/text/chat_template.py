@@ -152,7 +152,12 @@ def _message(message: Mapping[str, Any], index: int, takes_parts: bool) -> dict[
         plain["content"] = (
             [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
         )
-    elif content is not None and not isinstance(content, str):
+    elif content is None:
+        if plain["role"] != "assistant" or not plain.get("tool_calls"):
+            raise ChatTemplateError(
+                f"messages[{index}].content is missing; send a text or text parts"
+            )
+    elif not isinstance(content, str):
         raise ChatTemplateError(
             f"messages[{index}].content must be a string or a list of text parts, "
             f"got {_shown(content)}"

@@ -23,7 +23,7 @@ from octavo.simulate.capacity_plan import Setup
 from test_imports import HEAVY, modules_after
 
 runner = CliRunner()
-SMALL = ["--span", "1", "--num-requests", "100", "--verify-requests", "300"]
+SMALL = ["--span", "1", "--verify-requests", "300"]
 LENGTHS = ["--input-len", "200", "--output-len", "20"]
 NO_RATES = ("0", "-1", "nan", "inf", "1e300", "1e-300")
 HUGE = str(10**30)
@@ -86,6 +86,7 @@ def test_a_plan_as_a_table_from_a_trace(tmp_path: Path) -> None:
         (["--verify-requests", HUGE], "--verify-requests must be"),
         (["--num-requests", HUGE], "--num-requests must be"),
         (["--num-requests", "0"], "--num-requests must be"),
+        (["--num-requests", "9"], "--num-requests takes requests from a trace: give --trace"),
         (["--swap-memory", "900000TiB"], "--swap-memory must be from 0 to"),
         (["--input-len", "1000000"], "ask for 1000020 tokens, and llama-3.1-8b has 131072"),
         (["--output-len", HUGE], "--output-len must be"),
@@ -239,9 +240,24 @@ def test_fitting_again_needs_recorded_steps(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert message in result.stderr
         assert "Traceback" not in result.stderr
-    result = runner.invoke(app, ["calibrate", "--refit", str(other), "--model", "mine.gguf"])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("model", "mine.gguf"),
+        ("points", "p.json"),
+        ("name", "mine"),
+        ("device", "cpu"),
+        ("dtype", "float32"),
+        ("max-num-seqs", "4"),
+    ],
+)
+def test_fitting_again_refuses_what_only_measuring_reads(option: str, value: str) -> None:
+    result = runner.invoke(app, ["calibrate", "--refit", "no.json", f"--{option}", value])
     assert result.exit_code == 2
     assert "--refit measures nothing" in result.stderr
+    assert f"leave out --{option}" in result.stderr
 
 
 @pytest.mark.parametrize("swap_bytes", [0.0, 32.0 * 2**30])

@@ -5,6 +5,7 @@ Loads nothing heavy until one runs; a plan needs neither torch nor a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
@@ -42,6 +43,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def calibrate(
+    context: typer.Context,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,8 +74,8 @@ def calibrate(
     with readable_errors():
         for option, path in (("--out", out), ("--points", points)):
             check_writable(option, path)
-        if refit is not None and (model or points is not None):
-            raise ConfigError("--refit measures nothing: leave out --model and --points")
+        if refit is not None:
+            _check_refit(options.given_options(context))
         from octavo.bench import calibrate
         from octavo.simulate.calibration import dumps
 
@@ -105,6 +107,14 @@ def calibrate(
         )
         if as_json:
             typer.echo(dumps(found), nl=False)
+
+
+def _check_refit(given: Sequence[str]) -> None:
+    """Refuse options of what is measured, beside steps that were measured before."""
+    unused = [name for name in given if name not in ("refit", "out", "as_json")]
+    if unused:
+        names = ", ".join("--" + name.replace("_", "-") for name in unused)
+        raise ConfigError(f"--refit measures nothing, and names nothing anew: leave out {names}")
 
 
 def plan(
@@ -196,6 +206,10 @@ def plan(
         swap_bytes = parse_size("swap_memory", swap_memory)
         for name in _RANGES:
             _check_range(name, swap_bytes if name == "swap_memory" else context.params[name])
+        if num_requests is not None and trace is None:
+            raise ConfigError(
+                "--num-requests takes requests from a trace: give --trace, or leave it out"
+            )
         check_plot("--plot", plot)
         from octavo.simulate.calibration import load_calibration
         from octavo.simulate.capacity import Planner

@@ -203,6 +203,9 @@ def test_a_table_is_drawn_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["12", "--redraw", "no.csv"], "cannot read no.csv"),
         (["12", "--redraw", __file__], "is not a table that octavo bench paper wrote"),
         (["12", "--redraw", "no.csv", "--rates", "1"], "--redraw measures nothing"),
+        (["12", "--redraw", "no.csv", "--seed", "1"], "--redraw measures nothing"),
+        (["12", "--redraw", "no.csv", "--json"], "--redraw measures nothing"),
+        (["2", "--block-size", "99999"], "0 blocks of 99999 tokens.*: give smaller blocks"),
     ],
 )
 def test_what_has_no_effect_or_no_sense_is_refused(arguments: list[str], message: str) -> None:

@@ -137,9 +137,15 @@ def test_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--policy-only", "--rounds", "2"], "--policy-only runs no model"),
         (["--policy-only", "smollm2-135m"], "leave it, or the model, out"),
         (["--seed", "-1"], "--seed"),
+        (["--num-requests", "1", "--trace", "LENGTHS"], "none of the 1 requests has a prompt of"),
     ],
 )
-def test_what_would_change_nothing_is_refused(arguments: list[str], message: str) -> None:
+def test_what_would_change_nothing_is_refused(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "lengths.csv").write_text("prompt_tokens,output_tokens\n3,3\n")
+    lengths = str(tmp_path / "lengths.csv")
+    arguments = [lengths if argument == "LENGTHS" else argument for argument in arguments]
     result = CliRunner().invoke(app, ["bench", "sharing", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr

@@ -39,3 +39,21 @@ def test_lengths_that_would_change_nothing_are_refused(arguments: list[str], mes
     found = CliRunner().invoke(app, arguments)
     assert found.exit_code == 2
     assert message in found.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["latency", "m", "--rounds", "0"],
+        ["latency", "m", "--warmups", "-1"],
+        ["latency", "m", "--batch-size", "0"],
+        ["throughput", "m", "--trace", "x.csv", "--max-total-len", "0"],
+        ["attention", "--threads", "0"],
+        ["attention", "--threads", "-5"],
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_and_not_replaced(arguments: list[str]) -> None:
+    found = CliRunner().invoke(app, ["bench", *arguments])
+    assert found.exit_code == 2, found.output
+    assert arguments[-2].strip("-") in found.stderr
+    assert "Traceback" not in found.stderr

@@ -21,7 +21,7 @@ from octavo.bench.workload_options import (
     Trace,
     check_lengths,
 )
-from octavo.config import DEFAULT_MODEL, ConfigError
+from octavo.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from octavo.options import DEFAULTS
 from octavo.output_files import check_plot
 from octavo.terminal import print_json, readable_errors
@@ -164,13 +164,15 @@ def _compare(
 @bench_app.command("attention")
 def attention(as_json: options.AsJSON = False, threads: options.Threads = 1) -> None:
     """The attention backends of this machine against each other, on SmolLM2-135M's shape."""
-    from octavo.bench import attention
+    with readable_errors():
+        num_threads = EngineConfig(threads=threads).threads or 1
+        from octavo.bench import attention
 
-    figures = attention.run(threads or 1)
-    if as_json:
-        print_json(figures)
-        return
-    typer.echo(attention.table(figures))
+        figures = attention.run(num_threads)
+        if as_json:
+            print_json(figures)
+            return
+        typer.echo(attention.table(figures))
 
 
 @bench_app.command("decode")
@@ -318,11 +320,11 @@ def throughput(
 def latency(
     context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
-    batch_size: Annotated[int, typer.Option(help="Requests in the batch.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 1,
     input_len: InputLen = 32,
     output_len: OutputLen = 128,
-    rounds: Annotated[int, typer.Option(help="Counted runs of the batch.")] = 5,
-    warmups: Annotated[int, typer.Option(help="Runs before that.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Counted runs of the batch.")] = 5,
+    warmups: Annotated[int, typer.Option(min=0, help="Runs before that.")] = 1,
     seed: Seed = 0,
     load_format: options.LoadFormat = DEFAULTS.load_format,
     dtype: options.Dtype = DEFAULTS.dtype,
@@ -344,10 +346,10 @@ def latency(
         # Every round runs the same prompts.
         with LLM(
             **options.engine_options(context),
-            max_num_seqs=max(batch_size, 1),
+            max_num_seqs=batch_size,
             prefix_caching=False,
         ) as llm:
-            report = latency(llm, items, rounds=max(rounds, 1), warmups=warmups, seed=seed)
+            report = latency(llm, items, rounds=rounds, warmups=warmups, seed=seed)
         if as_json:
             print_json(report)
             return

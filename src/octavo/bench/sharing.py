@@ -30,7 +30,7 @@ from octavo.memory.paged import PagedManager
 from octavo.scheduling.scheduler import Scheduler, SchedulerConfig
 from octavo.simulate.executor import SimulatedExecutor
 from octavo.workload.arrivals import arrival_times
-from octavo.workload.items import WorkItem
+from octavo.workload.items import WorkItem, WorkloadError
 from octavo.workload.workload import make_workload
 
 WIDTHS = (2, 4, 6)
@@ -81,6 +81,14 @@ def run(
         max_total_len=_MAX_MODEL_LEN,
         seed=seed,
     )
+    short = [item for item in items if item.num_prompt_tokens >= BLOCK_SIZE]
+    short = [i for i in short if i.num_prompt_tokens + i.num_output_tokens <= _MODEL_MAX_LEN]
+    if model is not None and not short:
+        raise WorkloadError(
+            f"none of the {num_requests} requests has a prompt of {BLOCK_SIZE} tokens or more and "
+            f"{_MODEL_MAX_LEN} in all at most, which is what the model runs; ask for more with "
+            "--num-requests, give another trace, or use --policy-only"
+        )
     savings = [
         {
             "decoding": kind,
@@ -101,8 +109,6 @@ def run(
         "policy": savings,
     }
     if model is not None:
-        short = [item for item in items if item.num_prompt_tokens >= BLOCK_SIZE]
-        short = [i for i in short if i.num_prompt_tokens + i.num_output_tokens <= _MODEL_MAX_LEN]
         short = short[:model_requests]
         report["model"] = {
             "name": model,

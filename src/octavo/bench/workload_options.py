@@ -32,7 +32,7 @@ OutputLen = Annotated[
 ]
 MaxTotalLen = Annotated[
     int | None,
-    typer.Option(help="Leave out longer requests of a trace.", rich_help_panel=PANEL),
+    typer.Option(min=1, help="Leave out longer requests of a trace.", rich_help_panel=PANEL),
 ]
 Seed = Annotated[
     int, typer.Option(min=0, help="Makes the workload repeatable.", rich_help_panel=PANEL)

@@ -20,6 +20,7 @@ _REAL = "With --model"
 
 
 def paper(
+    context: typer.Context,
     figure: Annotated[
         str, typer.Option(help="Of Kwon et al., SOSP 2023: 2, 12, 13, 14, 15, 16, 18 or 19.")
     ],
@@ -143,7 +144,7 @@ def paper(
         given = {name: value for name, value in given.items() if value is not None}
         drawn = FIGURES[figure]
         if redraw is not None:
-            if given or simulated or output is not None or table is not None or as_json:
+            if set(options.given_options(context)) - {"figure", "redraw"}:
                 raise ConfigError("--redraw measures nothing: give it with --figure alone")
             typer.echo(f"written: {files.redraw(figure, drawn, redraw)}")
             return

@@ -43,7 +43,9 @@ class Pool:
     def __post_init__(self) -> None:
         if min(self.num_blocks, self.block_size, self.max_model_len - 1) < 1:
             raise WorkloadError(
-                "a pool needs at least one block of one token, for sequences of at least two"
+                f"a pool of {self.num_blocks} blocks of {self.block_size} tokens, for sequences of "
+                f"{self.max_model_len}, holds nothing; it takes a block of a token at least, for "
+                "sequences of two: give smaller blocks, or more of them"
             )
         needed = Reservation("max", self.max_model_len).num_blocks(
             1, self.max_model_len, self.block_size

@@ -138,7 +138,7 @@ def serve(
         from octavo.bench.serve import plot as serve_plot
         from octavo.bench.serve import report as serve_report
         from octavo.bench.serve.objectives import parse_objectives
-        from octavo.bench.serve.sweep import Sweep, Work, rates_of
+        from octavo.bench.serve.sweep import Sweep, Work, check_arrivals, rates_of
         from octavo.config import ConfigError, client_key
 
         for name, value, least in (
@@ -162,6 +162,8 @@ def serve(
             cv=cv,
             seed=seed,
         )
+        if "arrivals" in options.given_options(context):
+            check_arrivals(arrivals, asked)
         # Whatever cannot work is found before anything is sent.
         for one in asked or [1.0]:
             work.items(one)

@@ -11,6 +11,7 @@ from typing import Any
 from octavo.bench.serve.client import Client
 from octavo.bench.serve.metrics import Load, figures
 from octavo.config import ConfigError
+from octavo.workload.arrivals import PROCESSES
 from octavo.workload.items import WorkItem, WorkloadError
 from octavo.workload.workload import make_workload
 
@@ -26,7 +27,7 @@ class Work:
     """What is sent, but for the rate; the fields are `make_workload`'s.
 
     Raises:
-        ConfigError: a cv without gamma arrivals, which would change nothing.
+        ConfigError: there are no such arrivals, or a cv without gamma's, that changes nothing.
     """
 
     trace: str | None = None
@@ -39,6 +40,10 @@ class Work:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.arrivals not in PROCESSES:
+            raise ConfigError(
+                f"arrivals must be one of {', '.join(PROCESSES)}, got {self.arrivals!r}"
+            )
         if self.cv != 1.0 and self.arrivals != "gamma":
             raise ConfigError(
                 f"cv {self.cv:g} needs gamma arrivals, not {self.arrivals}; send --arrivals gamma"
@@ -174,6 +179,19 @@ def rates_of(rate: float | None, rates: str | None, arrivals: str) -> Sequence[f
     if not rate > 0:
         raise WorkloadError(f"rate must be above 0 requests a second, got {rate:g}")
     return [_in_range(rate)]
+
+
+def check_arrivals(arrivals: str, rates: Sequence[float | None]) -> None:
+    """Refuse arrivals asked for beside nothing but infinite rates, where all come at once.
+
+    Raises:
+        ConfigError: they would change nothing.
+    """
+    if arrivals != "all-at-once" and rates and all(rate == UNLIMITED for rate in rates):
+        raise ConfigError(
+            f"--arrivals {arrivals} changes nothing at a rate of inf, where all come at once; give "
+            "a rate that is finite, or leave --arrivals out"
+        )
 
 
 def _in_range(rate: float) -> float:

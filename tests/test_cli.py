@@ -113,6 +113,18 @@ main()
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_output_that_cannot_be_written_is_one_line(option: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "octavo", option], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("octavo: ")
+
+
 def test_bench_simulator_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulator, "ROWS", (1, 4))
     monkeypatch.setattr(simulator.run, "__defaults__", ((1, 4), 20))

@@ -365,7 +365,11 @@ app.command()(plan)
 
 def main() -> None:
     """Run the command; `octavo.__main__` is where a shell enters."""
-    app()
+    try:
+        app()
+    except OSError as error:  # a command says itself what failed; --help and --version cannot
+        typer.echo(f"octavo: {error}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -304,6 +304,13 @@ class ServerConfig:
                 "api_keys: one has a space, or a character that not every client sends alike in a "
                 "header; use letters, digits and punctuation of ASCII"
             )
+        for origin in self.cors_origins:
+            if origin not in ("*", "null") and not _is_origin(origin):
+                raise ConfigError(
+                    f"cors_origins: no browser sends {origin!r} as its origin; write scheme, host "
+                    "and a port that is not the scheme's own in lower case and nothing behind "
+                    "them, such as https://app.example or http://127.0.0.1:3000, or * for all"
+                )
         if not isinstance(self.host, str) or not self.host.strip():
             raise ConfigError(
                 f"host must be an address such as 127.0.0.1, or 0.0.0.0 for every one of this "
@@ -329,6 +336,13 @@ def api_keys_of(given: Sequence[str]) -> tuple[str, ...]:
 def client_key(given: str | None) -> str | None:
     """The key that a client sends: what was given, else the first of ``$OCTAVO_API_KEY``."""
     return next(iter(api_keys_of([given] if given else [])), None)
+
+
+def _is_origin(text: str) -> bool:
+    """Whether a browser would write an origin so: what it sends is compared as a text."""
+    if re.fullmatch(r"(http://.*:80|https://.*:443)", text):
+        return False
+    return re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+", text) is not None
 
 
 def cache_dir() -> Path:

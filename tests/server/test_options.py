@@ -90,6 +90,11 @@ def test_every_option_of_the_engine_arrives(monkeypatch: pytest.MonkeyPatch) -> 
         ("api_keys", ("two words",)),
         ("api_keys", ("line\n",)),
         ("cors_origins", ("",)),
+        ("cors_origins", ("app.example",)),
+        ("cors_origins", ("https://app.example/",)),
+        ("cors_origins", ("*", "https://app.example/index.html")),
+        ("cors_origins", ("https://App.example",)),
+        ("cors_origins", ("https://app.example:443",)),
         ("prefixes", ("",)),
         ("stall_timeout_s", 0.0),
         ("client_timeout_s", float("nan")),
@@ -102,6 +107,12 @@ def test_every_option_of_the_engine_arrives(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_wrong_option_is_named(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         ServerConfig(**{field: value})
+
+
+def test_origins_as_browsers_write_them_are_taken() -> None:
+    origins = ("*", "null", "https://x", "http://127.0.0.1:3000", "http://[::1]:8443")
+    origins += ("chrome-extension://abc", "https://xn--caf-dma.example")
+    assert ServerConfig(cors_origins=origins).cors_origins == origins
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -25,11 +27,12 @@ CHUNK = b"x" * 65536
 
 
 class App:
-    """``/body`` reads one, ``/stream`` sends for ever, ``/large`` much at once, anything else says
-    ok."""
+    """``/body`` reads one, ``/stream`` sends for ever, ``/large`` much at once, ``/burst`` many
+    small chunks once the client has left, anything else says ok."""
 
     def __init__(self) -> None:
         self.num_chunks = 0
+        self.leave: Callable[[], None] = lambda: None
         self.has_ended = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -37,6 +40,8 @@ class App:
         response: Response = Response(b"ok")
         if scope["path"] == "/stream":
             response = EventStream(self._chunks())
+        elif scope["path"] == "/burst":
+            response = EventStream(self._burst())
         elif scope["path"] == "/body":
             try:
                 await read_body(request, 1000, SHORT_S)
@@ -56,6 +61,13 @@ class App:
                 await asyncio.sleep(0)
         finally:
             self.has_ended.set()
+
+    async def _burst(self) -> AsyncIterator[bytes]:  # type: ignore[misc]
+        yield b"begin"
+        self.leave()
+        for _ in range(50):
+            yield b"more"
+        self.has_ended.set()
 
 
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -210,6 +222,26 @@ def test_a_client_that_never_reads_is_cut_off_and_holds_little() -> None:
                 await asyncio.sleep(0.01)
 
     run(test())
+
+
+def test_what_is_written_to_a_client_that_left_fills_no_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The chunks of many choices that are there at once, before the loop hears of the loss."""
+
+    async def test() -> None:
+        async with serving() as (app, _, server):
+            client = socket.create_connection(server.servers[0].sockets[0].getsockname())
+            reset = struct.pack("ii", 1, 0)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            app.leave = client.close
+            client.sendall(b"GET /burst HTTP/1.1\r\nHost: x\r\n\r\n")
+            await app.has_ended.wait()
+            while server.server_state.connections or server.server_state.tasks:
+                await asyncio.sleep(0.01)
+
+    run(test())
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_an_answer_that_nobody_reads_does_not_keep_its_connection() -> None:

@@ -71,6 +71,7 @@ class _LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport = _Writer(transport)  # type: ignore[assignment]
         if len(self.connections) > 2 * self.max_connections:
             self._tell_of_cut_off()
             transport.abort()
@@ -186,6 +187,21 @@ class _LimitedProtocol(H11Protocol):
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
+
+
+class _Writer:
+    """A transport that takes nothing more once the connection is lost. asyncio's own writes a line
+    to the log for each piece that comes before its loop has told anybody."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 async def _answer_too_many(scope: Scope, receive: Receive, send: Send) -> None:

@@ -60,6 +60,11 @@ def test_a_bad_kv_memory_says_what_is_good(text: str) -> None:
         ("device", "tpu"),
         ("sharing", "no"),
         ("deterministic", 1),
+        ("model", 5),
+        ("kv_dtype", ["fp8"]),
+        ("kv_memory", 2**30),
+        ("kv_memory", None),
+        ("swap_memory", 0),
     ],
 )
 def test_a_bad_option_is_named(field: str, value: Any) -> None:
@@ -112,6 +117,12 @@ def test_what_keys_and_values_are_kept_in_has_other_names() -> None:
         ("port", 70000),
         ("drain_timeout_s", -1.0),
         ("max_request_bytes", 1),
+        ("drain_timeout_s", "5"),
+        ("stall_timeout_s", None),
+        ("client_timeout_s", True),
+        ("api_keys", None),
+        ("prefixes", 5),
+        ("cors_origins", "*"),
     ],
 )
 def test_a_bad_server_option_is_named(field: str, value: Any) -> None:

@@ -77,7 +77,9 @@ class KVMemory:
         """
         if text == "auto":
             return cls()
-        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*|%)", text.strip())
+        match = isinstance(text, str) and re.fullmatch(
+            r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*|%)", text.strip()
+        )
         if match:
             number, unit = float(match[1]), match[2]
             if unit == "%" and 0 < number <= 100:
@@ -96,7 +98,7 @@ def parse_size(name: str, text: str) -> int:
     Raises:
         ConfigError: anything else.
     """
-    if text.strip() == "0":
+    if isinstance(text, str) and text.strip() == "0":
         return 0
     try:
         num_bytes = KVMemory.parse(text).num_bytes
@@ -170,8 +172,10 @@ class EngineConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("model is empty; give a name, a directory or a file")
+        if not isinstance(self.model, str | os.PathLike) or not str(self.model):
+            raise ConfigError(
+                f"model must be a name, a directory or a file, and not empty, got {self.model!r}"
+            )
         _choice("device", self.device, DEVICES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("dtype", self.dtype, DTYPES)
@@ -180,7 +184,8 @@ class EngineConfig:
         if self.reserve is not None:
             _choice("reserve", self.reserve, RESERVES)
         _choice("scheduler", self.scheduler, SCHEDULERS)
-        object.__setattr__(self, "kv_dtype", KV_DTYPE_ALIASES.get(self.kv_dtype, self.kv_dtype))
+        if isinstance(self.kv_dtype, str):
+            object.__setattr__(self, "kv_dtype", KV_DTYPE_ALIASES.get(self.kv_dtype, self.kv_dtype))
         _choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _choice("attention", self.attention, ATTENTION_BACKENDS)
         _choice("preemption", self.preemption, PREEMPTION_MODES)
@@ -294,10 +299,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name in ("served_model_names", "api_keys", "cors_origins", "prefixes"):
-            values = getattr(self, name)
-            if isinstance(values, str) or not all(isinstance(v, str) and v for v in values):
-                raise ConfigError(f"{name} must hold non-empty texts")
-            object.__setattr__(self, name, tuple(values))
+            object.__setattr__(self, name, _texts(name, getattr(self, name)))
         if any(not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             # Which, is not told: it is a secret.
             raise ConfigError(
@@ -358,9 +360,21 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
+def _texts(name: str, values: Sequence[str]) -> tuple[str, ...]:
+    try:
+        texts = () if isinstance(values, str) else tuple(values)
+    except TypeError:
+        texts = (None,)  # type: ignore[assignment]
+    if isinstance(values, str) or not all(isinstance(text, str) and text for text in texts):
+        # What there is, is not told: keys are secrets.
+        raise ConfigError(f"{name} must hold non-empty texts, in a list")
+    return texts
+
+
 def _seconds(name: str, value: float, low: float) -> None:
-    if not low <= value <= 86400:
-        raise ConfigError(f"{name} must be between {low:g} and 86400, got {value}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= 86400:
+        raise ConfigError(f"{name} must be between {low:g} and 86400 seconds, got {value!r}")
 
 
 def _range(name: str, value: int | None, low: int, high: int) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,18 @@ def test_absurd_values_are_value_errors_of_one_line(field: str, value: Any) -> N
     with pytest.raises(ValueError, match=field) as caught:
         SamplingParams(**{field: value})
     assert len(str(caught.value)) < 300
+
+
+def test_other_numbers_are_read_or_refused_by_name() -> None:
+    params = SamplingParams(temperature=Fraction(1, 2))  # type: ignore[arg-type]
+    assert type(params.temperature) is float
+    assert params.temperature == 0.5
+    wrong = {"max_tokens": Fraction(1, 2), "temperature": Fraction(10**400), "stop": Fraction(1)}
+    for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids", "bad_words_token_ids"):
+        wrong[name] = np.array(1)
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})
 
 
 def test_numpys_scalars_are_welcome() -> None:

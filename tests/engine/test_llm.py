@@ -386,7 +386,9 @@ def test_threads_take_turns(llm: LLM) -> None:
     assert found == expected * 3
 
 
-@pytest.mark.parametrize("prompts", [b"abc", {"a": 1}, 5, None])
+@pytest.mark.parametrize(
+    "prompts", [b"abc", {"a": 1}, 5, None, {1, 2}, np.array(1), [np.array(1)], [{1}]]
+)
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: object) -> None:
     with pytest.raises(RequestError, match="must be a"):
         llm.generate(prompts, GREEDY)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -100,11 +101,12 @@ class SamplingParams:
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        # NumPy's scalars are welcome, and become Python's.
+        # NumPy's scalars and fractions are welcome, and become Python's numbers.
         for name in self.__slots__:
             value = getattr(self, name)
             if isinstance(value, Real) and not isinstance(value, int | float):
-                self._become(name, value.item())  # type: ignore[attr-defined]
+                with suppress(OverflowError):  # beyond every float: refused below
+                    self._become(name, int(value) if isinstance(value, Integral) else float(value))
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -244,8 +246,11 @@ def _id_sequences(value: object) -> tuple[tuple[int, ...], ...]:
 
 def _items(name: str, value: object, what: str) -> tuple[Any, ...]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} must be a list of {what}, got {value!r}")
-    return tuple(value)
+        raise ValueError(f"{name} must be a list of {what}, got {_shown(value)}")
+    try:
+        return tuple(value)
+    except TypeError:  # an array of no dimension calls itself iterable
+        raise ValueError(f"{name} must be a list of {what}, got {_shown(value)}") from None
 
 
 def _bias_pairs(bias: object) -> tuple[tuple[int, float], ...]:

@@ -15,16 +15,24 @@ Prompt: TypeAlias = "str | Sequence[int]"
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether this is a single prompt: a text, or a flat list (or array) of token ids."""
-    if isinstance(prompts, bytes | bytearray | Mapping) or not hasattr(prompts, "__len__"):
+    if not _is_list(prompts):
         raise RequestError(
             f"prompts must be a text, a list of token ids, or a list of these, got {prompts!r}"
         )
     return isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
 
 
+def _is_list(value: object) -> bool:
+    """Whether it has items in an order: a text, a sequence, or an array."""
+    if isinstance(value, bytes | bytearray | Mapping) or not hasattr(value, "__getitem__"):
+        return False
+    # An array of no dimension has the method, and no items.
+    return hasattr(value, "__len__") and getattr(value, "shape", None) != ()
+
+
 def token_ids_of(prompt: Sequence[int]) -> list[int]:
     """A list of whole numbers; whether they are in the vocabulary is checked later."""
-    if not hasattr(prompt, "__len__") or isinstance(prompt, bytes | bytearray):
+    if not _is_list(prompt):
         raise RequestError(f"a prompt must be a text or a list of token ids, got {prompt!r}")
     kinds = set(map(type, prompt))
     if kinds == {int} and isinstance(prompt, list):

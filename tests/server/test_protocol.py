@@ -178,3 +178,9 @@ def test_values_out_of_range_name_their_field(fields: dict[str, Any], param: str
         decode(**fields).sampling_params(1)
     assert caught.value.param == param
     assert len(caught.value.message) < 600
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_a_byte_order_mark_is_named(encoding: str) -> None:
+    with pytest.raises(APIError, match="begins with a byte order mark; send it in UTF-8"):
+        decode_request('{"prompt": "a"}'.encode(encoding), CompletionRequest)

@@ -54,6 +54,12 @@ def test_traces_are_known_by_their_first_line(tmp_path: Path, kind: str) -> None
     assert [f[0] for f in found] == pytest.approx([e[0] for e in EXPECTED[kind]], abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", TRACES)
+def test_a_spreadsheets_byte_order_mark_is_no_part_of_a_trace(tmp_path: Path, kind: str) -> None:
+    plain = load_trace(write(tmp_path, TRACES[kind]))
+    assert load_trace(write(tmp_path, "\ufeff" + TRACES[kind])) == plain
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -63,6 +69,15 @@ def test_traces_are_known_by_their_first_line(tmp_path: Path, kind: str) -> None
         ('{"timestamp": 0, "input_length": 3}\n', "line 1.*output_length"),
         ('{"timestamp": \n', "line 1"),
         ("prompt_tokens,output_tokens\n", "no request"),
+        ("prompt_tokens,output_tokens\n5,99999999\n", "line 2: 99,999,999 tokens are more than"),
+        ("prompt_tokens,output_tokens\n5," + "9" * 99, "line 2: absurdly many tokens"),
+        ("prompt_tokens,output_tokens\n5,5\n" + "1" * 200_000, "after line 2: field larger than"),
+        (TRACES["burstgpt"] + "nan,a,5,5,10,x\n", "line 4: it arrives at nan s"),
+        (TRACES["burstgpt"] + "inf,a,5,5,10,x\n", "line 4: it arrives at inf s"),
+        ('{"timestamp": NaN, "input_length": 3, "output_length": 3}', "line 1.*arrives at nan"),
+        ('{"timestamp": 0, "input_length": Infinity, "output_length": 3}', "line 1.*infinity"),
+        ('{"timestamp": 0, "input_length": 1e30, "output_length": 3}', "line 1.*absurdly many"),
+        ('{"timestamp": ' + "[" * 200_000, "line 1"),
         ("", "is empty"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from octavo.config import ConfigError
+from octavo.workload.items import MOST_TOKENS
 
 PANEL = "Workload"
 Trace = Annotated[
@@ -17,18 +18,17 @@ Trace = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
-# More than any model or patience; beyond them memory ends before anything is sent.
-_MOST_REQUESTS, _MOST_TOKENS = 1_000_000, 10_000_000
+_MOST_REQUESTS = 1_000_000
 NumRequests = Annotated[
     int, typer.Option(max=_MOST_REQUESTS, help="How many requests.", rich_help_panel=PANEL)
 ]
 InputLen = Annotated[
     int,
-    typer.Option(max=_MOST_TOKENS, help="Prompt tokens, without a trace.", rich_help_panel=PANEL),
+    typer.Option(max=MOST_TOKENS, help="Prompt tokens, without a trace.", rich_help_panel=PANEL),
 ]
 OutputLen = Annotated[
     int,
-    typer.Option(max=_MOST_TOKENS, help="Output tokens, without a trace.", rich_help_panel=PANEL),
+    typer.Option(max=MOST_TOKENS, help="Output tokens, without a trace.", rich_help_panel=PANEL),
 ]
 MaxTotalLen = Annotated[
     int | None,

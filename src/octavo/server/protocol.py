@@ -7,6 +7,7 @@ supported are refused by name.
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -311,6 +312,8 @@ class ResizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_memory: str | int
 
 
+# Of UTF-8, and of UTF-16 and UTF-32 in either order.
+_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 R = TypeVar("R", bound=msgspec.Struct)
 # Escapes of a JSON text, one after the other; the group is half of a pair without the other.
 _ESCAPES = re.compile(
@@ -335,6 +338,11 @@ def decode_request(body: bytes, kind: type[R]) -> R:
         text = f"{place}: {problem}" if place else f"the body: {problem}"
         raise APIError(_short_text(text), param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # older msgspec: bad UTF-8
+        if body.startswith(_MARKS):
+            raise APIError(
+                "the body is not valid JSON: it begins with a byte order mark; send it in UTF-8, "
+                "without one"
+            ) from error
         half = next((found for found in _ESCAPES.finditer(body) if found[1]), None)
         if half is not None:
             raise APIError(

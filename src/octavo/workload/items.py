@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Of a prompt or an output: more than any model or patience; beyond them memory ends before anything
+# is sent.
+MOST_TOKENS = 10_000_000
+
 
 class WorkloadError(ValueError):
     """A workload or trace cannot be used as asked; the message says what to change."""

@@ -20,8 +20,10 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from octavo.workload.items import WorkItem, WorkloadError
+from octavo.workload.items import MOST_TOKENS, WorkItem, WorkloadError
 
+# More than any calendar; beyond it seconds have no fractions left.
+_MOST_SECONDS = 1e12
 _Row = dict[str, str]
 
 
@@ -36,7 +38,8 @@ def load_trace(path: str | Path) -> list[WorkItem]:
     """
     path = Path(path)
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        # Spreadsheets write a byte order mark, which is no part of the first column's name.
+        with path.open(newline="", encoding="utf-8-sig") as file:
             first = file.readline()
             file.seek(0)
             items = list(_read(path, first, file))
@@ -76,11 +79,15 @@ def _read(path: Path, first: str, lines: Iterable[str]) -> Iterator[WorkItem]:
 def _read_table(
     path: Path, lines: Iterable[str], parse: Callable[[_Row], WorkItem]
 ) -> Iterator[WorkItem]:
-    for number, row in enumerate(csv.DictReader(lines, skipinitialspace=True), start=2):
-        try:
-            yield parse(row)
-        except (ValueError, TypeError, KeyError) as error:
-            raise WorkloadError(f"{path}, line {number}: {error}") from error
+    number = 1
+    try:
+        for number, row in enumerate(csv.DictReader(lines, skipinitialspace=True), start=2):
+            try:
+                yield _checked(parse(row))
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
+                raise WorkloadError(f"{path}, line {number}: {error}") from error
+    except csv.Error as error:
+        raise WorkloadError(f"{path}, after line {number}: {error}") from error
 
 
 def _read_mooncake(path: Path, lines: Iterable[str]) -> Iterator[WorkItem]:
@@ -89,14 +96,31 @@ def _read_mooncake(path: Path, lines: Iterable[str]) -> Iterator[WorkItem]:
             continue
         try:
             record = json.loads(line)
-            yield WorkItem(
-                arrival_s=float(record["timestamp"]) / 1e3,
-                num_prompt_tokens=int(record["input_length"]),
-                num_output_tokens=int(record["output_length"]),
-                prefix_hashes=tuple(int(value) for value in record.get("hash_ids", ())),
+            yield _checked(
+                WorkItem(
+                    arrival_s=float(record["timestamp"]) / 1e3,
+                    num_prompt_tokens=int(record["input_length"]),
+                    num_output_tokens=int(record["output_length"]),
+                    prefix_hashes=tuple(int(value) for value in record.get("hash_ids", ())),
+                )
             )
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise WorkloadError(f"{path}, line {number}: {error!r}") from error
+
+
+def _checked(item: WorkItem) -> WorkItem:
+    """``item``, unless it could be neither sent nor waited for."""
+    if not abs(item.arrival_s) <= _MOST_SECONDS:
+        raise ValueError(
+            f"it arrives at {item.arrival_s:g} s; a time is at most {_MOST_SECONDS:g} s from 0"
+        )
+    longest = max(item.num_prompt_tokens, item.num_output_tokens)
+    if longest > MOST_TOKENS:
+        shown = f"{longest:,}" if longest < 10**30 else "absurdly many"
+        raise ValueError(
+            f"{shown} tokens are more than the {MOST_TOKENS:,} that a request may have"
+        )
+    return item
 
 
 def _azure(row: _Row) -> WorkItem:

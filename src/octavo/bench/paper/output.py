@@ -42,7 +42,7 @@ def read_table(path: Path) -> tuple[list[str], list[Row]]:
         ConfigError: it is no such file.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # as spreadsheets write
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     caption = [line.removeprefix("# ") for line in lines if line.startswith("# ")]

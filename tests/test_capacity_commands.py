@@ -226,6 +226,20 @@ def test_a_calibration_has_somewhere_to_go(option: str) -> None:
     assert "the directory /no/such/folder does not exist" in result.stderr
 
 
+@pytest.mark.parametrize(("num_blocks", "max_model_len"), [(80, 32), (4, 128)])
+def test_an_engine_too_small_to_be_measured_says_what_to_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_model_len: int
+) -> None:
+    model = save_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(calibrate, "CPU", TINY)
+    arguments = ["--dtype", "float32", "--threads", "1", "--max-num-seqs", "4", "--device", "cpu"]
+    arguments += ["--kv-memory", str(num_blocks * 16 * TOKEN_BYTES)]
+    arguments += ["--max-model-len", str(max_model_len)]
+    result = runner.invoke(app, ["calibrate", "--model", str(model), *arguments])
+    assert result.exit_code == 2, result.output
+    assert "give more --kv-memory, or a larger --max-model-len" in result.stderr
+
+
 def test_fitting_again_needs_recorded_steps(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     for text, message in (

@@ -25,6 +25,8 @@ from octavo.bench.block_moves import measure_mapping, measure_moves
 from octavo.bench.calibration_designs import CPU, CUDA, Designs
 from octavo.bench.designed_steps import measure_steps
 from octavo.bench.recorded_steps import RecordedStep, fitted, load_steps, save_steps
+from octavo.config import ConfigError
+from octavo.core.request import ContextLengthError
 from octavo.output_files import check_writable
 from octavo.simulate.calibration import Calibration
 from octavo.simulate.latency import INFINITE, Coefficients
@@ -133,8 +135,15 @@ def _measure_engine(
 
         padded_sizes, few_rows = graphs.padded_sizes, FEW_ROWS
     tell(f"{report.model}: {chosen.warm_rounds + chosen.rounds} rounds of steps, a while each")
-    steps = measure_steps(core, report, chosen, tell, index)
-    _close(core)
+    try:
+        steps = measure_steps(core, report, chosen, tell, index)
+    except ContextLengthError as error:
+        raise ConfigError(
+            f"{report.model}: the engine is too small to be measured: {error}; give more "
+            "--kv-memory, or a larger --max-model-len"
+        ) from error
+    finally:
+        _close(core)
     return _Engine(
         shape=shape,
         steps=steps,

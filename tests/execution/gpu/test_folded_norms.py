@@ -3,31 +3,37 @@ reads those. What comes out is what comes out of norms of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
 from engine.tiny_engine import build, run
 from execution.gpu.references import ints, make_pool, tolerance
 from execution.gpu.test_gpu_engine import BLOCK_SIZE, MAX_NUM_SEQS, gpu_engine, requests
-from execution.models.tiny_models import tiny_llama, tiny_qwen2
+from execution.models.reference_attention import ReferenceAttention
+from execution.models.tiny_models import PROMPT, tiny_llama, tiny_qwen2, tiny_qwen3
 from octavo.core.request import BeamResult
 from octavo.execution.kernels import activation, linear, rope
 from octavo.execution.kernels.activation import silu_and_mul
-from octavo.execution.kernels.gpu import Unnormed
-from octavo.execution.kernels.linear import add_linear, takes_library, unnormed_linear
+from octavo.execution.kernels.gpu import Product, Unnormed
+from octavo.execution.kernels.linear import add_linear, takes_library, unnormed_linear, whole
 from octavo.execution.kernels.rope import rope_and_write
 from octavo.execution.models import fused
+from octavo.execution.models.decoder import Decoder
 from octavo.execution.models.fused import FusedDecoder, fold_norms
 from octavo.execution.models.loading import load_model
+from octavo.execution.models.norms import QueryKeyNorm
 
 ON_GPU = torch.cuda.is_available()
 FLOATS = [torch.float32, torch.bfloat16]
 QKV = (4 + 2 * 2) * 16
 """Outputs of the fixture's first product."""
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
 def normed(residual: torch.Tensor) -> torch.Tensor:
@@ -146,6 +152,24 @@ def test_which_products_are_the_librarys(device: torch.device) -> None:
         assert gated == [129, 224, 257], "the others are multiplied by a kernel of ours"
 
 
+class Attention(ReferenceAttention):
+    """Of products however they are left, by tables and masks on the device that is the default."""
+
+    def __call__(self, layer: int, qkv: Product, norm: QueryKeyNorm | None = None) -> torch.Tensor:
+        if isinstance(qkv, Unnormed):
+            mean = qkv.residual.square().mean(dim=-1, keepdim=True)
+            qkv = qkv.product * (mean + qkv.eps).rsqrt()
+        qkv = whole(qkv, torch.float32)
+        return super().__call__(layer, qkv if norm is None else norm(qkv))
+
+
+def states(runs: Any, model: Decoder, device: torch.device) -> torch.Tensor:
+    """Of the tokens of a prompt, float32 ``[tokens, hidden]``, by what ``runs`` ``model``."""
+    with torch.inference_mode(), device:
+        token_ids = torch.tensor(PROMPT)
+        return runs.forward(token_ids, torch.arange(len(PROMPT)), Attention(model))
+
+
 def load(folder: Path, device: torch.device, dtype: str = "float32", **options: Any) -> Any:
     return load_model(folder, dtype=dtype, device=device, max_positions=64, **options)
 
@@ -154,16 +178,49 @@ def test_weights_move_once(device: torch.device, tmp_path: Path) -> None:
     """And the model's own forward pass is right after it."""
     tiny_llama().save_pretrained(tmp_path)
     plain, moved = load(tmp_path, device), load(tmp_path, device)
-    before = [layer.qkv.weight.clone() for layer in plain.layers]
-    scales = [layer.attention_norm.weight.clone() for layer in plain.layers]
+    expected = states(plain, plain, device)
+    scales = [layer.attention_norm.weight for layer in plain.layers]
     assert not all(torch.equal(scale, torch.ones_like(scale)) for scale in scales)
     for _ in range(2):
         assert fold_norms(moved)
-        for layer, weight, scale in zip(moved.layers, before, scales, strict=True):
-            assert torch.equal(layer.qkv.weight, weight * scale)
+        for layer, own in zip(moved.layers, plain.layers, strict=True):
+            assert torch.equal(layer.qkv.weight, own.qkv.weight * own.attention_norm.weight)
+            assert torch.equal(layer.up.weight, own.up.weight * own.mlp_norm.weight)
             assert bool((layer.attention_norm.weight == 1).all())
             assert bool((layer.mlp_norm.weight == 1).all())
+        torch.testing.assert_close(states(moved, moved, device), expected, **CLOSE)
     assert not torch.equal(moved.norm.weight, torch.ones_like(moved.norm.weight))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (tiny_llama, {}),
+        (tiny_llama, {"attention_bias": True, "mlp_bias": True}),
+        (tiny_qwen2, {"tie_word_embeddings": True}),
+        (tiny_qwen3, {}),
+    ],
+)
+def test_states_are_those_of_the_models_layers(
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[..., PreTrainedModel],
+    changes: dict[str, Any],
+    size: int,
+) -> None:
+    """Whatever biases it has, and of the first rank of two, whose sums are not its own: the other's
+    are taken to be twice as large."""
+    make(**changes).save_pretrained(tmp_path)
+    ranks: dict[str, Any] = {"rank": 0, "size": size}
+    if size > 1:
+        ranks |= {"all_reduce": lambda part: 3 * part, "all_gather": lambda part: part}
+    model = load(tmp_path, device, **ranks)
+    expected = states(model, model, device)
+    monkeypatch.setattr(linear, "MAX_ROWS", 2)
+    found = states(FusedDecoder(model), model, device)
+    torch.testing.assert_close(found, expected, **CLOSE)
 
 
 def test_where_weights_stay(device: torch.device, tmp_path: Path) -> None:

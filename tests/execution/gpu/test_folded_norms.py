@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from engine.tiny_engine import build, run
 from execution.gpu.references import ints, make_pool, tolerance
 from execution.gpu.test_gpu_engine import BLOCK_SIZE, MAX_NUM_SEQS, gpu_engine, requests
+from execution.models.fp8_checkpoints import compressed, save_fp8
 from execution.models.reference_attention import ReferenceAttention
 from execution.models.tiny_models import PROMPT, tiny_llama, tiny_qwen2, tiny_qwen3
 from octavo.core.request import BeamResult
@@ -226,7 +227,12 @@ def test_states_are_those_of_the_models_layers(
 def test_where_weights_stay(device: torch.device, tmp_path: Path) -> None:
     tiny_qwen2().save_pretrained(tmp_path / "biased")
     tiny_llama().save_pretrained(tmp_path / "plain")
-    for model in (load(tmp_path / "biased", device), load(tmp_path / "plain", device, "float16")):
+    save_fp8(tmp_path / "narrow", tiny_qwen3(head_dim=16), compressed())
+    for model in (
+        load(tmp_path / "biased", device),
+        load(tmp_path / "plain", device, "float16"),
+        load(tmp_path / "narrow", device, weights="fp8"),
+    ):
         before = [layer.up.weight.clone() for layer in model.layers]
         assert not fold_norms(model)
         assert all(map(torch.equal, before, (layer.up.weight for layer in model.layers)))

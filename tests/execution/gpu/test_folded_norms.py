@@ -102,16 +102,18 @@ def test_rotation_of_rows_that_were_not_normed(
     num_heads, num_kv_heads, head_dim, block_size = sizes
     shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
     rows, positions = ints([1, 0, 0], device), ints([17, 38, 39], device)
-    product = torch.randn(3, (num_heads + 2 * num_kv_heads) * head_dim, device=device)
     residual = rows_of(3, hidden, device, torch.float32)
     inverse = (residual.double().square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt()
+    # Of order one where it is divided, so that the tolerance is.
+    divided = torch.randn(3, (num_heads + 2 * num_kv_heads) * head_dim, device=device)
+    product = (divided / inverse).float()
     cos, sin = torch.randn(2, 64, head_dim // 2, device=device)
     norms = torch.rand(num_heads + num_kv_heads, head_dim, device=device)
     found = []
     for qkv in (Unnormed(product, residual, 1e-5), (product.double() * inverse).float()):
         for head_norms in (None, norms):
             pool = make_pool([40, 18], **shape, dtype=torch.float32, device=device)
-            pool.kv_layer.zero_()
+            pool.kv_layer.fill_(float("nan"))
             queries = rope_and_write(
                 qkv, pool.kv_layer, rows, positions, pool.tables, cos, sin, num_heads,
                 head_norms=head_norms, eps=1e-6, dtype=torch.float32,
@@ -120,6 +122,7 @@ def test_rotation_of_rows_that_were_not_normed(
             written = torch.stack(
                 [pool.kv_layer[b, p % block_size] for b, p in zip(slots, (17, 38, 39), strict=True)]
             )
+            assert int((~pool.kv_layer.isnan()).sum()) == written.numel(), "and nothing else"
             found.append((queries, written))
     for late, early in zip(found[:2], found[2:], strict=True):
         for a, b in zip(late, early, strict=True):

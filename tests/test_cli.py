@@ -52,6 +52,14 @@ def test_every_command_explains_itself(command: list[str]) -> None:
             ["chat", "--url", "http://127.0.0.1:9", "--kv-memory", "1GiB"],
             "--kv-memory is for a model in this process",
         ),
+        (
+            ["chat", "--url", "http://127.0.0.1:9", "--api-key", "a\nb"],
+            "the server's key, from --api-key or $OCTAVO_API_KEY, has a space, or a character",
+        ),
+        (
+            ["bench", "serve", "--url", "http://127.0.0.1:9", "--api-key", "a\nb"],
+            "the server's key, from --api-key or $OCTAVO_API_KEY, has a space, or a character",
+        ),
         (["chat", "x", "--api-key", "secret"], "--api-key is a server's; give --url with it"),
         (
             ["serve", "x", "--kv", "contiguous", "--prefix-caching"],

@@ -316,11 +316,10 @@ def chat(
 
         _check_chat_options(options.given_options(context), has_server=url is not None)
         if url is not None:
+            key = client_key(api_key)
             check_server(url)
             limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-            answer = server_answer(
-                url, model, client_key(api_key), temperature=temperature, top_p=top_p, **limit
-            )
+            answer = server_answer(url, model, key, temperature=temperature, top_p=top_p, **limit)
         else:
             from octavo.core.sampling_params import SamplingParams
             from octavo.engine.llm import LLM

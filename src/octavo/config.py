@@ -300,7 +300,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("served_model_names", "api_keys", "cors_origins", "prefixes"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
-        if any(not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+        if not all(map(_fits_a_header, self.api_keys)):
             # Which, is not told: it is a secret.
             raise ConfigError(
                 "api_keys: one has a space, or a character that not every client sends alike in a "
@@ -336,8 +336,22 @@ def api_keys_of(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def client_key(given: str | None) -> str | None:
-    """The key that a client sends: what was given, else the first of ``$OCTAVO_API_KEY``."""
-    return next(iter(api_keys_of([given] if given else [])), None)
+    """The key that a client sends: what was given, else the first of ``$OCTAVO_API_KEY``.
+
+    Raises:
+        ConfigError: it cannot be sent; it is a secret, and not told.
+    """
+    key = next(iter(api_keys_of([given] if given else [])), None)
+    if key is not None and not _fits_a_header(key):
+        raise ConfigError(
+            "the server's key, from --api-key or $OCTAVO_API_KEY, has a space, or a character that "
+            "cannot be sent in a header; give it as the server was given it"
+        )
+    return key
+
+
+def _fits_a_header(key: str) -> bool:
+    return key.isascii() and key.isprintable() and " " not in key
 
 
 def _is_origin(text: str) -> bool:

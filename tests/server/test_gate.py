@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from tiny_model import MAX_LEN
 from tiny_server import TinyServer, wait_for
 
-from octavo.config import ServerConfig, api_keys_of, client_key
+from octavo.config import ConfigError, ServerConfig, api_keys_of, client_key
 from octavo.engine.logs import JSONFormatter, TextFormatter
 from octavo.server.app import add_error_handlers
 from octavo.server.gate import Gate
@@ -97,6 +97,17 @@ def test_keys_come_from_the_environment_and_are_not_shown(monkeypatch: pytest.Mo
     assert api_keys_of([]) == ()
     assert client_key(None) is None
     assert "one" not in repr(ServerConfig(api_keys=("one",)))
+
+
+@pytest.mark.parametrize("key", ["se cret", "secr\net", "secrét"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    for given, kept in ((key, ""), (None, key)):
+        monkeypatch.setenv("OCTAVO_API_KEY", kept)
+        with pytest.raises(ConfigError, match="cannot be sent in a header") as refused:
+            client_key(given)
+        assert key not in str(refused.value)
 
 
 def test_several_names_and_any(server: TinyServer) -> None:

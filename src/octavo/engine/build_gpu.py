@@ -53,6 +53,8 @@ _GRAPH_BYTES = 5 * 2**28
 # Sequences with penalties, biases or masks that memory is kept for; more take what is unused.
 _EDITING_SEQS = 256
 _SHORT_CHUNK = 32
+# More rows than products of ours are for, fewer than where the kernels behind the library's change.
+_MIDDLE_CHUNK = 192
 
 
 def build_gpu(config: EngineConfig, limits: Limits) -> Mechanism:
@@ -293,8 +295,8 @@ def _start_compiler(device: CUDADevice) -> Future[None]:
 
 
 def compile_kernels(parts: GPUParts, runner: GPURunner, num_tokens: int) -> None:
-    """Compile, in parallel, what `warm_up` launches over ``runner`` for a chunk of ``num_tokens``
-    and for a short one, and the widest head.
+    """Compile, in parallel, what `warm_up` launches over ``runner`` for a chunk of ``num_tokens``,
+    for a short and a middling one, and the widest head.
 
     Steps run without their kernels, so that states, keys and values are whatever memory held; rows,
     places and tokens by which anything is looked up are copied from the host, or zeros. What is not
@@ -306,7 +308,8 @@ def compile_kernels(parts: GPUParts, runner: GPURunner, num_tokens: int) -> None
     with compiling_ahead():
         warm_up(parts.short_runner(runner, capture=False), num_tokens)
         # Captured steps are padded, and may be launched otherwise.
-        warm_up(parts.short_runner(runner, capture=True), min(_SHORT_CHUNK, num_tokens))
+        for chunk in (_SHORT_CHUNK, _MIDDLE_CHUNK):
+            warm_up(parts.short_runner(runner, capture=True), min(chunk, num_tokens))
         _run_widest_head(parts)
 
 

@@ -57,8 +57,8 @@ class StandIn:
 
 
 def main(folder: Path, kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each of ``kinds``, options of `GPUParts`: what was compiled ahead, and what happened
-    later that should not."""
+    """For each of ``kinds``, a dtype and options of `GPUParts`: what was compiled ahead, and what
+    happened later that should not, when the start goes on and at steps of sizes in between."""
     from octavo.config import EngineConfig
     from octavo.engine.build_gpu import compile_kernels, warm_up
     from octavo.engine.gpu_parts import GPUParts
@@ -69,7 +69,7 @@ def main(folder: Path, kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     stand_in = StandIn()
     driver.set_active(stand_in)
     device = PlainDevice()
-    config = EngineConfig(model=str(folder), max_num_seqs=4, max_num_batched_tokens=256)
+    config = EngineConfig(model=str(folder), max_num_seqs=4, max_num_batched_tokens=600)
     limits = resolve_limits(
         config,
         str(folder),
@@ -78,20 +78,21 @@ def main(folder: Path, kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
         max_num_batched_tokens=1,
         depth=2,
     )
-    model = load_model(
-        folder,
-        dtype="float16",  # Weights in bfloat16 are packed for the CPU that this runs on.
-        device=device.torch_device,
-        max_positions=limits.max_model_len,
-    )
     # `use_deterministic_algorithms` would import the compiler.
     torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = True
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **call: compiled.append(call["fn"].name)
-    embedding: Any = model.embedding
-    num_tokens, found = min(256, limits.max_model_len - 2), []
-    for options in kinds:
+    num_tokens, found = min(600, limits.max_model_len - 2), []
+    for kind in kinds:
+        model = load_model(
+            folder,
+            dtype=kind["dtype"],
+            device=device.torch_device,
+            max_positions=limits.max_model_len,
+        )
+        embedding: Any = model.embedding
+        options = {name: value for name, value in kind.items() if name != "dtype"}
         parts = GPUParts(model, device, 16, limits, **options)
         runner = parts.runner(parts.layout.num_blocks(num_tokens + 2) + 1, capture=False)
         compiled.clear()
@@ -106,10 +107,10 @@ def main(folder: Path, kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
         stand_in.num_loaded = 0
         # As the engine's start goes on; launches find what they launch, but write nothing: a token
         # that only the device knows stays negative.
-        model.embedding = lambda ids: embedding(ids.clamp(min=0))
+        model.embedding = lambda ids, of=embedding: of(ids.clamp(min=0))
         warm_up(runner, num_tokens)
-        warm_up(parts.runner(8, capture=True), 32)
-        model.embedding = embedding
+        for count in (32, 100, 300):
+            warm_up(parts.runner(parts.layout.num_blocks(count + 2) + 1, capture=True), count)
         late = {"late": list(compiled), "loaded_late": stand_in.num_loaded}
         found.append({**ahead, **late, "launched_late": stand_in.num_launched})
     return found

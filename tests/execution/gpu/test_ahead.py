@@ -205,12 +205,21 @@ def test_other_threads_launch_meanwhile() -> None:
 
 def test_starting_compiles_nothing_after_the_pass(tmp_path: Path) -> None:
     """With Triton's own compiler, and without a GPU."""
-    tiny_llama(num_hidden_layers=4, max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    shape = {"num_hidden_layers": 4, "max_position_embeddings": 1024}
+    tiny_llama(**shape).save_pretrained(tmp_path / "model")
     program = Path(__file__).with_name("compile_without_gpu.py")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environment.pop("TRITON_INTERPRET", None)
     # What decoding rows of the second run sampled is looked up by the step that follows.
-    kinds = json.dumps([{}, {"is_invariant": True}])
+    kinds = json.dumps(
+        [
+            {"dtype": "float16"},
+            {"dtype": "float16", "is_invariant": True},
+            # Whose norms are in its products. Weights in bfloat16 are packed for the CPU that this
+            # runs on.
+            {"dtype": "float32"},
+        ]
+    )
     done = subprocess.run(
         [sys.executable, str(program), str(tmp_path / "model"), kinds],
         env=environment,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from engine.llm_harness import GREEDY, TEXTS, one
 from engine.tiny_engine import is_idle, make_llm, pool, save_gguf, save_llama
-from octavo.core.request import ContextLengthError, FinishReason, RequestError
+from octavo.core.request import ContextLengthError, FinishReason, RequestError, StepOutputs
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm import LLM
 from octavo.text.chat_template import ChatTemplateError
@@ -86,8 +88,36 @@ def test_a_closed_llm_says_so(gguf: Path) -> None:
     llm = make_llm(gguf)
     llm.close()
     llm.close()
-    with pytest.raises(RuntimeError, match="this LLM is closed"):
-        llm.generate("hello", GREEDY)
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate("hello", GREEDY),
+        lambda: llm.drop_prefix("prefix-1"),
+        llm.reset_prefix_cache,
+        llm.sleep,
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            call()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_calls_of_other_threads_are_told_of_the_end(
+    gguf: Path, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is under way, the other waits for its turn."""
+    llm = make_llm(gguf, depth=depth)
+    step, num_steps = llm._core.step, itertools.count()
+
+    def closing_step() -> StepOutputs:
+        outputs = step()
+        if next(num_steps) == 3:
+            llm.close()
+        return outputs
+
+    monkeypatch.setattr(llm._core, "step", closing_step)
+    with ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(llm.generate, TEXTS, GREEDY) for _ in range(2)]:
+            with pytest.raises(RuntimeError, match="this LLM is closed"):
+                call.result(timeout=60)
 
 
 # ── stopping ─────────────────────────────────────────────────────────────────────────────────

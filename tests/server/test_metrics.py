@@ -114,6 +114,18 @@ def test_the_prefix_caches_hits_are_counted_once_however_a_request_ends(
         assert after[name] == before[name] + 4 * len(prompt)
 
 
+def test_without_a_prefix_cache_nothing_is_looked_up_in_it(tiny_model: Path) -> None:
+    server = TinyServer(tiny_model, engine={"max_num_seqs": 4, "prefix_caching": False})
+    try:
+        body = {"prompt": "abcd", "max_tokens": 2}
+        httpx.post(f"{server.wait_ready().url}/v1/completions", json=body).raise_for_status()
+        metrics = server.wait_idle()
+        assert metrics["octavo_prompt_tokens_total"] == 4
+        assert metrics["octavo_prefix_cache_queries_total"] == 0
+    finally:
+        server.stop()
+
+
 def test_auto_says_which_way_it_chose(tiny_model: Path) -> None:
     """Requests that do not fit together: each preemption is counted under the way it took."""
     server = TinyServer(

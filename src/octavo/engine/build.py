@@ -111,6 +111,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineReport]:
         start_s={"import": import_s, **mechanism.start_s},
         memory=mechanism.memory,
         sharing=manager.sharing,
+        prefix_caching=config.caches_prefixes,
         kv=config.kv,
         reserve=reservation and reservation.reserve,
         scheduler=config.scheduler,

@@ -118,7 +118,8 @@ class GPUParts:
         last: they launch every kernel that the whole does, where all layers are alike."""
         short = copy.copy(self.model)
         short.layers = [*short.layers[:2], *short.layers[2:][-1:]]
-        model = _gpu_model(short, self.is_invariant)
+        # Not made anew: where norms are is decided by all layers.
+        model = self.gpu_model.over(short)
         return self._runner(model, runner.arena, runner.attention, capture)
 
     def _runner(
@@ -179,7 +180,7 @@ class GPUParts:
         )
 
 
-def _gpu_model(model: Decoder, is_invariant: bool) -> GPUModel:
+def _gpu_model(model: Decoder, is_invariant: bool) -> FusedDecoder | UnfusedDecoder:
     if can_fuse(model):
         return FusedDecoder(model, is_invariant=is_invariant)
     return UnfusedDecoder(model)

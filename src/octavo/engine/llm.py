@@ -72,7 +72,6 @@ class LLM:
             eos = dict.fromkeys(self._limits.eos_token_ids + self.tokenizer.eos_token_ids)
             self._limits = replace(self._limits, eos_token_ids=tuple(eos))
         self._next_number = 0
-        self._is_closed = False
         self._turn = Turn()
 
     report: EngineReport
@@ -128,18 +127,17 @@ class LLM:
         Raises:
             RequestError: as `chat`; also where the step failed.
         """
-        self._check_open()
+        self._turn.check()
         (checked,) = params_for([messages], params or SamplingParams(max_tokens=None))
         return self._stream(self._resolve(self._render(messages), checked))
 
     def _stream(self, request: Request) -> Iterator[str]:
         with self._turn.taken():
-            self._check_open()
             output = RequestOutput(self.tokenizer, request)
             self._core.scheduler.add(request)
             try:
                 while not output.is_done:
-                    self._check_open()
+                    self._turn.check()
                     with interrupts_between_steps() as raise_interrupt:
                         self._step({request.number: output})
                         raise_interrupt()
@@ -150,7 +148,7 @@ class LLM:
             finally:
                 self._core.scheduler.abort(request.number)
                 with interrupts_between_steps():
-                    while self._core.has_work and not self._is_closed:
+                    while self._core.has_work and not self._turn.is_over:
                         self._core.step()
 
     def register_prefix(self, prefix: Prompt | Sequence[Message]) -> str:
@@ -169,7 +167,6 @@ class LLM:
         else:
             token_ids = self._encode(prefix)  # type: ignore[arg-type]
         with self._turn.taken():
-            self._check_open()
             request = replace(self._resolve(token_ids, PREFIX_PARAMS), pins_prefix=True)
             with interrupts_between_steps() as raise_interrupt:
                 registered = register(self._core, request, raise_interrupt)
@@ -199,7 +196,6 @@ class LLM:
             PoolBusyError: there is no such memory, or the engine sleeps; nothing has changed.
         """
         with self._turn.taken():
-            self._check_open()
             num_blocks = blocks_in(kv_memory, self.report.capacity)
             return self._resize(lambda: self._core.scheduler.resizing.resize(num_blocks))
 
@@ -215,7 +211,6 @@ class LLM:
         if level != 1:
             raise ValueError(f"level must be 1 (weights stay), got {level!r}")
         with self._turn.taken():
-            self._check_open()
             self._resize(self._core.scheduler.resizing.sleep)
 
     def wake_up(self) -> None:
@@ -225,7 +220,6 @@ class LLM:
             PoolBusyError: it is not there any more; the engine still sleeps.
         """
         with self._turn.taken():
-            self._check_open()
             self._resize(self._core.scheduler.resizing.wake_up)
 
     @property
@@ -250,7 +244,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and release its memory. Safe to call twice."""
-        self._is_closed = True
+        self._turn.end()
         self._core.close()
 
     def __enter__(self) -> LLM:
@@ -258,10 +252,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("this LLM is closed; make a new one")
 
     def _render(self, messages: Sequence[Message], is_question: bool = True) -> list[int]:
         """A conversation's prompt, ready for the answer where it ``is_question``."""
@@ -304,7 +294,6 @@ class LLM:
         params: Sequence[SamplingParams],
         progress: bool,
     ) -> list[Completion]:
-        self._check_open()
         requests = [
             self._resolve(ids, item, item.beam_width or 1)
             for ids, item in zip(prompts, params, strict=True)
@@ -326,6 +315,7 @@ class LLM:
                     while backlog is not None and scheduler.has_room:
                         scheduler.add(backlog)
                         backlog = next(pending, None)
+                    self._turn.check()
                     advance(self._step(outputs))
                     raise_interrupt()
             except BaseException:

@@ -37,6 +37,7 @@ class EngineReport:
     load_s: float
     start_s: dict[str, float] = field(default_factory=dict)
     sharing: bool = True
+    prefix_caching: bool = True
     kv: str = "paged"
     reserve: str | None = None
     scheduler: str = "continuous"

@@ -13,15 +13,26 @@ class Turn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder: int | None = None
+        self.is_over = False
+
+    def end(self) -> None:
+        """There are no turns any more: who waits for one, or asks, is told. Any thread may call."""
+        self.is_over = True
+
+    def check(self) -> None:
+        """Raises RuntimeError after `end`."""
+        if self.is_over:
+            raise RuntimeError("this LLM is closed; make a new one")
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Raises RuntimeError where waiting would never end."""
+        """Raises RuntimeError where waiting would never end, and after `end`."""
         if self._holder == threading.get_ident():
             raise RuntimeError(
                 "this LLM is in the middle of a stream_chat; finish or close that iterator first"
             )
         with self._lock:
+            self.check()
             self._holder = threading.get_ident()
             try:
                 yield

@@ -54,7 +54,7 @@ class Metrics:
             "prompt_tokens", "Prompt tokens, those from the prefix cache included"
         )
         self._cache_queries = self._counter(
-            "prefix_cache_queries", "Prompt tokens, to compare prefix_cache_hits with"
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache; none without one"
         )
         self._cache_hits = self._counter(
             "prefix_cache_hits", "Prompt tokens that came from the prefix cache"
@@ -197,8 +197,9 @@ class Metrics:
         self, num_prompt_tokens: int, num_cached_tokens: int, latency_s: float
     ) -> None:
         self._prompt_tokens.inc(num_prompt_tokens)
-        self._cache_queries.inc(num_prompt_tokens)
-        self._cache_hits.inc(num_cached_tokens)
+        if self._engine.report.prefix_caching:
+            self._cache_queries.inc(num_prompt_tokens)
+            self._cache_hits.inc(num_cached_tokens)
         self._first_token.observe(latency_s)
 
     def on_tokens(self, num_tokens: int, gap_s: float | None) -> None:

@@ -3,6 +3,7 @@ reads those. What comes out is what comes out of norms of their own."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,21 @@ def test_where_weights_stay(device: torch.device, tmp_path: Path) -> None:
     assert not FusedDecoder(model, is_invariant=True).holds_norms
     assert all(map(torch.equal, before, (layer.up.weight for layer in model.layers)))
     assert FusedDecoder(model).holds_norms
+
+
+def test_some_of_the_layers_run_as_they_do_among_all(device: torch.device, tmp_path: Path) -> None:
+    """Where weights of one keep the norms of all in place, the others' are not moved later."""
+    tiny_llama().save_pretrained(tmp_path)
+    model = load(tmp_path, device)
+    bias = torch.zeros(len(model.layers[1].qkv.weight), device=device)
+    model.layers[1].qkv.bias = bias
+    before = model.layers[0].qkv.weight.clone()
+    short = copy.copy(model)
+    short.layers = model.layers[:1]
+    found = FusedDecoder(model).over(short)
+    assert not found.holds_norms
+    assert found.model is short
+    assert torch.equal(model.layers[0].qkv.weight, before)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ that divides by the root mean square.
 
 from __future__ import annotations
 
+import copy
 from typing import Protocol
 
 import torch
@@ -92,6 +93,12 @@ class FusedDecoder:
         self.holds_norms = not is_invariant and fold_norms(model)
         self.is_invariant = is_invariant
         self.dtype = model.dtype
+
+    def over(self, model: Decoder) -> FusedDecoder:
+        """The same steps over ``model``, which has some of the layers."""
+        other = copy.copy(self)
+        other.model = model
+        return other
 
     def forward(
         self,

@@ -16,6 +16,10 @@ class UnfusedDecoder:
     def __init__(self, model: Decoder) -> None:
         self.model = model
 
+    def over(self, model: Decoder) -> UnfusedDecoder:
+        """The same steps over ``model``, which has some of the layers."""
+        return UnfusedDecoder(model)
+
     def forward(
         self,
         token_ids: torch.Tensor,

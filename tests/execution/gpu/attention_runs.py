@@ -29,7 +29,7 @@ GRID = [
     for index, (head_dim, (num_kv_heads, group)) in enumerate(
         product((64, 80, 96, 128, 256), ((1, 16), (2, 1), (8, 4), (3, 3), (2, 8)))
     )
-]
+] + [(8, 2, 64, 64), (32, 8, 128, 64)]
 
 SMALL_TILES = DecodeTiling(32, stages=3, min_keys=32, whole_keys=0)
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from engine.tiny_engine import build, run
+from execution.gpu.attention_runs import GRID
 from execution.gpu.references import ints, make_pool, tolerance
 from execution.gpu.test_gpu_engine import BLOCK_SIZE, MAX_NUM_SEQS, gpu_engine, requests
 from execution.models.fp8_checkpoints import compressed, save_fp8
@@ -89,7 +90,9 @@ def test_a_gate_of_rows_that_were_not_normed(
 
 
 @pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("sizes", [(6, 2, 16, 4), (3, 1, 80, 16), (32, 8, 128, 16)])
+@pytest.mark.parametrize(
+    "sizes", [(6, 2, 16, 4), (3, 1, 80, 16), (32, 8, 128, 16), *(GRID if ON_GPU else [])]
+)
 @pytest.mark.parametrize("hidden", [200, 4096] if ON_GPU else [200])
 def test_rotation_of_rows_that_were_not_normed(
     device: torch.device,

@@ -97,17 +97,19 @@ def request(
     [{}, {"kv": "virtual"}, pytest.param({"weights": "fp8", "kv_dtype": "fp8"}, marks=only_on_gpu)],
 )
 def test_few_short_requests(tmp_path: Path, kinds: dict[str, str]) -> None:
-    """Alone, and together in chunks of five and of sixteen tokens: greedy and at random, with
-    penalties, of a vocabulary that four does not divide."""
+    """Alone, and together in chunks of 29 and of 16 tokens: greedy and at random, with penalties,
+    of a vocabulary that four does not divide. One is long enough, alone, for the library's
+    products."""
     tiny_qwen3(head_dim=16, vocab_size=99).save_pretrained(tmp_path)
     asked = [
         request(0, 9, 2),
         request(1, 14, 2, scores_prompt=True),
         request(2, 5, 3),
         request(3, 7, 3, temperature=0.9, top_p=0.9, presence_penalty=0.5),
+        request(4, 70, 2),
     ]
     found = []
-    for batches, chunk in (([[one] for one in asked], 64), ([asked], 5), ([asked[::-1]], 16)):
+    for batches, chunk in (([[one] for one in asked], 80), ([asked], 29), ([asked[::-1]], 16)):
         core = gpu_engine(
             tmp_path, num_blocks=60, depth=1, chunk=chunk, is_invariant=True,
             dtype="bfloat16" if ON_GPU else "float32", **kinds,

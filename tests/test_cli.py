@@ -19,6 +19,7 @@ from octavo.cli import app
 from octavo.terminal import readable_errors
 
 runner = CliRunner()
+SHAPE = Path(simulator.__file__).with_name("shapes") / "llama-3.1-8b.json"
 
 
 def test_version() -> None:
@@ -122,11 +123,17 @@ main()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
-@pytest.mark.parametrize("option", ["--help", "--version"])
-def test_output_that_cannot_be_written_is_one_line(option: str) -> None:
+@pytest.mark.parametrize("is_buffered", [True, False])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["layout", str(SHAPE)]])
+def test_output_that_cannot_be_written_is_one_line(arguments: list[str], is_buffered: bool) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "octavo", option], stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, *([] if is_buffered else ["-u"]), "-m", "octavo", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()

@@ -54,7 +54,7 @@ def test_a_plot_has_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match=r"the name must end in .*\.png"):
         check_plot("--plot", tmp_path / "x.doc")
     monkeypatch.setattr(output_files, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"--plot needs matplotlib; install the extra"):
+    with pytest.raises(ConfigError, match=r"--plot needs matplotlib; run: .*pip install"):
         check_plot("--plot", tmp_path / "x.png")
 
 

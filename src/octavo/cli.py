@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -368,7 +369,19 @@ def main() -> None:
         app()
     except OSError as error:  # a command says itself what failed; --help and --version cannot
         typer.echo(f"octavo: {error}", err=True)
-        sys.exit(1)
+        code: object = 1
+    except SystemExit as end:
+        code = end.code
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if not code:
+            typer.echo(f"octavo: {error}", err=True)
+        code = code or 1
+        # Else Python tries again when it ends, and tells of it at length.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

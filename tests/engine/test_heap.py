@@ -117,4 +117,5 @@ def test_what_is_frozen_already_stays_so() -> None:
     with frozen_meanwhile():
         later = Ring()
         assert gc.is_tracked(later)
-    assert gc.get_freeze_count() == count > 0
+    # What other tests left may die meanwhile; thawed, there would be none.
+    assert count // 2 < gc.get_freeze_count() <= count

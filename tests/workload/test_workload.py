@@ -72,6 +72,7 @@ def test_a_spreadsheets_byte_order_mark_is_no_part_of_a_trace(tmp_path: Path, ki
         ("prompt_tokens,output_tokens\n5,99999999\n", "line 2: 99,999,999 tokens are more than"),
         ("prompt_tokens,output_tokens\n5," + "9" * 99, "line 2: absurdly many tokens"),
         ("prompt_tokens,output_tokens\n5,5\n" + "1" * 200_000, "after line 2: field larger than"),
+        ("prompt_tokens,output_tokens\n5,-1\n6,7", "line 2: a number of tokens is below 0"),
         (TRACES["burstgpt"] + "nan,a,5,5,10,x\n", "line 4: it arrives at nan s"),
         (TRACES["burstgpt"] + "inf,a,5,5,10,x\n", "line 4: it arrives at inf s"),
         ('{"timestamp": NaN, "input_length": 3, "output_length": 3}', "line 1.*arrives at nan"),

@@ -114,6 +114,8 @@ def _checked(item: WorkItem) -> WorkItem:
         raise ValueError(
             f"it arrives at {item.arrival_s:g} s; a time is at most {_MOST_SECONDS:g} s from 0"
         )
+    if min(item.num_prompt_tokens, item.num_output_tokens) < 0:
+        raise ValueError("a number of tokens is below 0")
     longest = max(item.num_prompt_tokens, item.num_output_tokens)
     if longest > MOST_TOKENS:
         shown = f"{longest:,}" if longest < 10**30 else "absurdly many"

@@ -72,6 +72,13 @@ def test_a_bad_option_is_named(field: str, value: Any) -> None:
         EngineConfig(**{field: value})
 
 
+@pytest.mark.parametrize("text", ["smollm2-135m", "/no/such/directory", "no/such-name"])
+def test_a_model_may_be_a_path(text: str) -> None:
+    """One that does not exist as well, which is then looked up as any name."""
+    model: Any = Path(text)
+    assert EngineConfig(model=model).model == text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -172,7 +172,9 @@ class EngineConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str | os.PathLike) or not str(self.model):
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        if not isinstance(self.model, str) or not self.model:
             raise ConfigError(
                 f"model must be a name, a directory or a file, and not empty, got {self.model!r}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -56,12 +57,13 @@ class LLM:
         ResourceError, DownloadError: the machine or the network refuses what it takes.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
         from octavo.engine.build import build_engine
         from octavo.model_store import ensure_model
         from octavo.text.tokenizer import load_tokenizer
 
-        config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
+        named: dict[str, Any] = {} if model is None else {"model": model}
+        config = EngineConfig(**named, **options)
         path = ensure_model(config.model)
         self.tokenizer: Tokenizer | None = None
         if config.load_format != "dummy":

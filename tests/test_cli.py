@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -16,6 +19,7 @@ from typer.testing import CliRunner
 from octavo import __version__
 from octavo.bench import simulator
 from octavo.cli import app
+from octavo.spellings import ELSEWHERE
 from octavo.terminal import readable_errors
 
 runner = CliRunner()
@@ -31,6 +35,35 @@ def test_every_command_explains_itself(command: list[str]) -> None:
     result = runner.invoke(app, [*command, "--help"])
     assert result.exit_code == 0
     assert "Usage" in result.output
+
+
+def _commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "commands"):
+        yield path, command
+        return
+    for name, below in command.commands.items():
+        yield from _commands(below, (*path, name))
+
+
+def test_help_gives_each_option_one_default() -> None:
+    for path, command in _commands(typer.main.get_command(app)):
+        context = command.make_context(" ".join(path), [], resilient_parsing=True)
+        for parameter in command.params:
+            _, text = parameter.get_help_record(context) or ("", "")
+            assert text.count("[default") <= 1, f"{path}: {text}"
+
+
+@pytest.mark.parametrize("option", sorted(ELSEWHERE))
+@pytest.mark.parametrize("command", [["serve"], ["generate", "x", "hi"]])
+def test_other_engines_options_are_answered_with_ours(command: list[str], option: str) -> None:
+    result = runner.invoke(app, [*command, option, "5"])
+    assert result.exit_code == 2
+    (line,) = [line for line in result.output.splitlines() if line.startswith("Error: ")]
+    assert line == f"Error: No such option: {option}; {ELSEWHERE[option]}"
+    known = dict(_commands(typer.main.get_command(app)))[command[0],]
+    ours = {spelling for parameter in known.params for spelling in parameter.opts}
+    assert set(re.findall(r"--[a-z-]+", ELSEWHERE[option])) <= ours
+    assert option not in ours
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from octavo.config import (
 )
 from octavo.layout_command import layout
 from octavo.options import DEFAULTS
+from octavo.spellings import EngineCommand
 from octavo.terminal import print_json, readable_errors
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def _main(
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 def serve(
     context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
@@ -160,7 +161,7 @@ def serve(
         raise typer.Exit(run_server(config, server))
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 def generate(
     context: typer.Context,
     model: options.Model,

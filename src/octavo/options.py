@@ -165,6 +165,9 @@ Threads = Annotated[
     int | None,
     typer.Option(help="Compute threads [default: cores less one].", rich_help_panel=_ENGINE),
 ]
+OneThread = Annotated[
+    int | None, typer.Option("--threads", help="Compute threads.", rich_help_panel=_ENGINE)
+]
 Attention = Annotated[
     str,
     typer.Option(

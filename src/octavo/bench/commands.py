@@ -85,7 +85,7 @@ def simulator(
         ),
     ] = None,
     device: options.Device = DEFAULTS.device,
-    threads: options.Threads = 1,
+    threads: options.OneThread = 1,
     as_json: options.AsJSON = False,
 ) -> None:
     """How fast the simulator is and what the policy costs, or how well the simulator predicts."""
@@ -162,7 +162,7 @@ def _compare(
 
 
 @bench_app.command("attention")
-def attention(as_json: options.AsJSON = False, threads: options.Threads = 1) -> None:
+def attention(as_json: options.AsJSON = False, threads: options.OneThread = 1) -> None:
     """The attention backends of this machine against each other, on SmolLM2-135M's shape."""
     with readable_errors():
         num_threads = EngineConfig(threads=threads).threads or 1
@@ -227,7 +227,7 @@ def sharing(
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the savings (needs the extra plots).")
     ] = None,
-    threads: options.Threads = 1,
+    threads: options.OneThread = 1,
     seed: Seed = 0,
     as_json: options.AsJSON = False,
 ) -> None:

@@ -91,7 +91,7 @@ def test_a_cluster_too_large_to_settle_is_simulated_in_part() -> None:
     """100 requests come in 0.2 s at 500 a second, about as long as one takes."""
     told: list[str] = []
     plan = planner("itl_p90=20ms", num_verified=100, tell=told.append).plan(500.0)
-    assert any(text.startswith(f"{plan.num_replicas} replicas at 500 req") for text in told)
+    assert any(text.startswith(f"{plan.num_replicas} replica(s) at 500 req") for text in told)
     assert 1 <= plan.num_settled_replicas < plan.num_replicas
     assert plan.is_settled
     assert plan.outcome.itl_s["p90"] <= 0.020

@@ -310,7 +310,7 @@ class Planner:
     def _cluster_trial(self, setup: Setup, rate: float, num_replicas: int) -> tuple[Trial, int]:
         items = self._cluster_items(rate, num_replicas)
         trial = self._simulate(setup, items, rate, num_replicas)
-        self.tell(f"{num_replicas} replicas at {rate:g} requests/s: {trial.figures()}")
+        self.tell(f"{num_replicas} replica(s) at {rate:g} requests/s: {trial.figures()}")
         return trial, len(items)
 
     def _cluster_items(self, rate: float, num_replicas: int) -> list[WorkItem]:

@@ -66,6 +66,14 @@ def test_other_engines_options_are_answered_with_ours(command: list[str], option
     assert option not in ours
 
 
+def test_what_a_command_does_not_have_is_not_suggested() -> None:
+    known = runner.invoke(app, ["chat", "--ctx-size", "5"])
+    assert "No such option: --ctx-size; it is --max-model-len here" in known.output
+    unknown = runner.invoke(app, ["chat", "--attention-backend", "5"])
+    assert "No such option: --attention-backend" in unknown.output
+    assert "--attention here" not in unknown.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

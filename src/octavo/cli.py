@@ -289,7 +289,7 @@ def _beams(beams: Sequence[Beam]) -> dict[str, Any]:
     return {"beams": [asdict(beam) for beam in beams]} if beams else {}
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 def chat(
     context: typer.Context,
     model: options.Model = DEFAULT_MODEL,

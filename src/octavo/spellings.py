@@ -1,8 +1,9 @@
-"""What other engines call options of `octavo serve` and `generate`: an unknown one is answered with
+"""What other engines call options of commands that run a model: an unknown one is answered with
 ours, since spelling alone suggests the wrong one (`--max-model-len` for `--model`)."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from typer.core import TyperCommand
@@ -41,6 +42,8 @@ class EngineCommand(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:
             # click's NoSuchOption, which typer brings under a name that changes with its version.
-            if (hint := ELSEWHERE.get(getattr(error, "option_name", ""))) is not None:
+            hint = ELSEWHERE.get(getattr(error, "option_name", ""))
+            ours = {spelling for parameter in self.params for spelling in parameter.opts}
+            if hint is not None and ours.issuperset(re.findall("--[a-z-]+", hint)):
                 vars(error).update(message=f"{vars(error)['message']}; {hint}", possibilities=None)
             raise

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from octavo.chat import Conversation, Message, run, sse_texts
+from octavo.cli import app
 
 
 class Script:
@@ -103,3 +109,48 @@ def test_the_texts_of_an_event_stream() -> None:
     assert list(sse_texts(lines)) == ["Hel", "lo"]
     with pytest.raises(ValueError, match="it broke"):
         list(sse_texts(['data: {"error": {"message": "it broke"}}']))
+
+
+@pytest.fixture
+def other_server() -> Iterator[tuple[str, list[Any]]]:
+    """Somebody's server that has the model ``theirs``, and wants a key; and what it was asked."""
+    bodies: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def _send(self, text: str) -> None:
+            is_known = self.headers["Authorization"] == "Bearer secret"
+            self.send_response(200 if is_known else 401)
+            self.end_headers()
+            self.wfile.write(text.encode() if is_known else b"{}")
+
+        def do_GET(self) -> None:
+            self._send(json.dumps({"data": [{"id": "theirs"}, {"id": "another"}]}))
+
+        def do_POST(self) -> None:
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            event = {"choices": [{"delta": {"content": "hello"}}]}
+            self._send(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", bodies
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("named", "model"), [([], "theirs"), (["smollm2-135m"], "smollm2-135m"), (["x"], "x")]
+)
+def test_a_server_is_asked_for_its_own_model_unless_one_is_named(
+    other_server: tuple[str, list[Any]], named: list[str], model: str
+) -> None:
+    url, bodies = other_server
+    arguments = ["chat", *named, "--url", url, "--api-key", "secret"]
+    result = CliRunner().invoke(app, arguments, input="hi\n")
+    assert result.output.strip() == "hello"
+    assert [body["model"] for body in bodies] == [model]

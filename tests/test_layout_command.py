@@ -108,6 +108,7 @@ def test_an_explicit_block_size(model: str) -> None:
         (["--block-size", "0"], "block_size must be at least 1"),
         (["--page-size", "3MiB"], "page_size must be host or a power of two"),
         (["--page-size", "0"], "page_size must be host or a power of two"),
+        (["--page-size", "big"], "page_size must be host or a power of two"),
         (["--tensor-parallel", "3"], "must divide the model's 8 key-value heads"),
         (["--tensor-parallel", "0"], "must divide the model's 8 key-value heads"),
         (["--dtype", "int3"], "dtype must be auto, bfloat16"),

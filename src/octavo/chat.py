@@ -105,8 +105,9 @@ def run(conversation: Conversation, read: Callable[[], str], write: Callable[[st
         write("\n")
 
 
-def check_server(url: str) -> None:
-    """See before the first line is typed that somebody listens at ``url``, whatever it answers.
+def first_model(url: str, api_key: str | None) -> str | None:
+    """What the server at ``url`` lists first, None where it lists nothing; asked before the first
+    line is typed, so that a server that cannot be reached is told of then.
 
     Raises:
         ConnectionError: nobody does.
@@ -117,11 +118,23 @@ def check_server(url: str) -> None:
     try:
         # Which looks at the port, where httpx lets any number pass.
         _ = urlsplit(url).port
-        httpx.get(f"{_base(url)}/v1/models", timeout=httpx.Timeout(10, connect=5))
+        response = httpx.get(
+            f"{_base(url)}/v1/models",
+            headers=_headers(api_key),
+            timeout=httpx.Timeout(10, connect=5),
+        )
     except (httpx.UnsupportedProtocol, httpx.InvalidURL, ValueError) as error:
         raise ConfigError(f"url {url!r} cannot be used: {error}") from error
     except httpx.HTTPError as error:
         raise ConnectionError(f"no server can be reached at {url}: {error}") from error
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        return None
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def _base(url: str) -> str:
@@ -134,7 +147,7 @@ def server_answer(url: str, model: str, api_key: str | None, **options: Any) -> 
 
     def answer(messages: list[Message]) -> Iterator[str]:
         body = {"model": model, "messages": messages, "stream": True, **options}
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = _headers(api_key)
         endpoint = f"{_base(url)}/v1/chat/completions"
         try:
             with httpx.stream(

@@ -292,7 +292,12 @@ def _beams(beams: Sequence[Beam]) -> dict[str, Any]:
 @app.command(cls=EngineCommand)
 def chat(
     context: typer.Context,
-    model: options.Model = DEFAULT_MODEL,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A name, a directory or a GGUF file; left out with --url: the server's first."
+        ),
+    ] = DEFAULT_MODEL,
     url: Annotated[
         str | None,
         typer.Option(help="Talk to a running server, such as http://127.0.0.1:8000, instead."),
@@ -314,12 +319,14 @@ def chat(
 ) -> None:
     """Talk with a model; /help lists what a line may begin with."""
     with readable_errors():
-        from octavo.chat import Conversation, check_server, run, server_answer
+        from octavo.chat import Conversation, first_model, run, server_answer
 
-        _check_chat_options(options.given_options(context), has_server=url is not None)
+        given = options.given_options(context)
+        _check_chat_options(given, has_server=url is not None)
         if url is not None:
             key = client_key(api_key)
-            check_server(url)
+            listed = first_model(url, key)
+            model = model if "model" in given else listed or model
             limit = {} if max_tokens is None else {"max_tokens": max_tokens}
             answer = server_answer(url, model, key, temperature=temperature, top_p=top_p, **limit)
         else:

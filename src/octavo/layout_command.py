@@ -192,7 +192,10 @@ def _parse_page_size(text: str) -> int:
 
     if text == "host":
         return host_page_bytes()
-    page_bytes = parse_size("page_size", text)
+    try:
+        page_bytes = parse_size("page_size", text)
+    except ConfigError:
+        page_bytes = 0
     if page_bytes < 1 or page_bytes & (page_bytes - 1):
         raise ConfigError(
             f"page_size must be host or a power of two such as 4KiB, 64KiB or 2MiB, got {text!r}"

@@ -72,6 +72,14 @@ def test_a_bad_option_is_named(field: str, value: Any) -> None:
         EngineConfig(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("float", "float32")],
+)
+def test_dtypes_have_short_names(given: str, meant: str) -> None:
+    assert EngineConfig(dtype=given).dtype == meant
+
+
 @pytest.mark.parametrize("text", ["smollm2-135m", "/no/such/directory", "no/such-name"])
 def test_a_model_may_be_a_path(text: str) -> None:
     """One that does not exist as well, which is then looked up as any name."""

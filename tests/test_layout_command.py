@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from octavo.bench import simulator
 from octavo.cli import app
 from octavo.layout_command import markdown_table
 
@@ -132,3 +133,13 @@ def test_torch_is_not_loaded(model: str) -> None:
 def test_the_hosts_page(model: str) -> None:
     result = runner.invoke(app, ["layout", model, "--page-size", "host"])
     assert result.exit_code == 0
+
+
+def test_a_short_dtype_is_its_long_one() -> None:
+    shape = Path(simulator.__file__).with_name("shapes") / "llama-3.1-8b.json"
+    results = [
+        runner.invoke(app, ["layout", str(shape), "--dtype", dtype, "--json"])
+        for dtype in ("fp32", "float32")
+    ]
+    assert [result.exit_code for result in results] == [0, 0]
+    assert results[0].stdout == results[1].stdout

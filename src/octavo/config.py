@@ -46,6 +46,8 @@ _DOES_NOT_GO_WITH = {
 DEVICES = ("auto", "cpu", "cuda")
 
 # What the same is called elsewhere.
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+DTYPE_ALIASES |= {"float": "float32"}
 KV_DTYPE_ALIASES = {"fp8_e4m3": "fp8", "bfloat16": "bf16", "float16": "fp16"}
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -180,6 +182,8 @@ class EngineConfig:
             )
         _choice("device", self.device, DEVICES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
         _choice("dtype", self.dtype, DTYPES)
         _choice("weights", self.weights, WEIGHT_MODES)
         _choice("kv", self.kv, KV_MANAGERS)

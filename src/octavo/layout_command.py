@@ -13,6 +13,7 @@ import typer
 from octavo import options
 from octavo.config import (
     DEFAULT_MODEL,
+    DTYPE_ALIASES,
     DTYPES,
     KV_DTYPE_ALIASES,
     KV_DTYPES,
@@ -122,6 +123,7 @@ def token_layout(
     Raises:
         ConfigError: the heads cannot be split so, or the dtype is unknown.
     """
+    dtype = DTYPE_ALIASES.get(dtype, dtype)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be {', '.join(DTYPES)}: got {dtype!r}")
     kv_dtype = KV_DTYPE_ALIASES.get(kv_dtype, kv_dtype)

@@ -161,7 +161,7 @@ class SamplingParams:
         _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(
-                f'early_stopping must be true, false or "never", got {_shown(self.early_stopping)}'
+                f'early_stopping must be true, false or "never", got {shown(self.early_stopping)}'
             )
         if not self.use_beam_search:
             for name in ("beam_width", "length_penalty", "early_stopping"):
@@ -246,11 +246,11 @@ def _id_sequences(value: object) -> tuple[tuple[int, ...], ...]:
 
 def _items(name: str, value: object, what: str) -> tuple[Any, ...]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} must be a list of {what}, got {_shown(value)}")
+        raise ValueError(f"{name} must be a list of {what}, got {shown(value)}")
     try:
         return tuple(value)
     except TypeError:  # an array of no dimension calls itself iterable
-        raise ValueError(f"{name} must be a list of {what}, got {_shown(value)}") from None
+        raise ValueError(f"{name} must be a list of {what}, got {shown(value)}") from None
 
 
 def _bias_pairs(bias: object) -> tuple[tuple[int, float], ...]:
@@ -258,7 +258,7 @@ def _bias_pairs(bias: object) -> tuple[tuple[int, float], ...]:
     try:
         pairs = tuple((token_id, value) for token_id, value in items)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {_shown(bias)}") from None
+        raise ValueError(f"logit_bias must map token ids to numbers, got {shown(bias)}") from None
     if len(pairs) > MAX_LOGIT_BIASES:
         raise ValueError(f"logit_bias takes at most {MAX_LOGIT_BIASES} token ids, got {len(pairs)}")
     for token_id, value in pairs:
@@ -271,11 +271,11 @@ def _bias_pairs(bias: object) -> tuple[tuple[int, float], ...]:
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
-        raise ValueError(f"{name} must be a finite number, got {_shown(value)}")
+        raise ValueError(f"{name} must be a finite number, got {shown(value)}")
     number = float(value)
     if number > high or number < low or (low_open and number == low):
         bracket = "(" if low_open else "["
-        raise ValueError(f"{name} must be in {bracket}{low:g}, {high:g}], got {_shown(value)}")
+        raise ValueError(f"{name} must be in {bracket}{low:g}, {high:g}], got {shown(value)}")
 
 
 def _is_finite(value: Real) -> bool:
@@ -287,12 +287,12 @@ def _is_finite(value: Real) -> bool:
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{name} must be an integer, got {_shown(value)}")
+        raise ValueError(f"{name} must be an integer, got {shown(value)}")
     if not low <= int(value) <= high:
-        raise ValueError(f"{name} must be between {low} and {high}, got {_shown(value)}")
+        raise ValueError(f"{name} must be between {low} and {high}, got {shown(value)}")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value as an error shows it: never more than a line, whatever was sent."""
     if isinstance(value, int) and value.bit_length() > 256:
         return "an integer of more than 256 bits"

@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any, TypeAlias
 
 from octavo.core.request import RequestError
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import SamplingParams, shown
 
 Prompt: TypeAlias = "str | Sequence[int]"
 
@@ -49,13 +49,8 @@ def check_messages(messages: object) -> None:
     if not is_list or not messages or not all(isinstance(m, Mapping) for m in messages):
         raise RequestError(
             "messages must be a list of objects with role and content, such as "
-            f'[{{"role": "user", "content": "Hi"}}], got {_shown(messages)}'
+            f'[{{"role": "user", "content": "Hi"}}], got {shown(messages)}'
         )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def params_for(
